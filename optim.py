@@ -1,0 +1,563 @@
+"""
+8-bit Adam, stepped inside backward, with its states paged through a few device buffers.
+
+schedule          learning rate of a step, a pure function
+Adam8bit          the default: bitsandbytes' 8-bit code books and 256-element blocks, states in pinned host memory,
+                  bf16 weights rounded stochastically, weight decay inside that one rounding
+StockOptimizer    bitsandbytes' own PagedAdamW8bit, or torch's AdamW: to compare with
+
+A step is: begin(lr); loss.backward(), in which a hook per parameter takes each gradient as it is completed and frees
+it; finish(), which says whether every parameter had one.
+
+References: Adam (arXiv:1412.6980), decoupled weight decay (arXiv:1711.05101), 8-bit blockwise states (arXiv:2110.02861),
+stochastic rounding for bf16 weights (arXiv:2010.06192).
+"""
+
+import functools
+import hashlib
+import math
+
+import torch
+from bitsandbytes.functional import create_dynamic_map
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # Windows, CPU builds of torch: Adam8bit takes the slower path in plain torch
+    triton = None
+
+BLOCK = 256  # elements that share one scale
+MIN_8BIT = 8192  # smaller tensors keep fp32 states, as do all vectors (norms)
+
+
+def schedule(step: int, max_steps: int, warmup_steps: int, lr: float, min_lr: float, kind: str) -> float:
+    """
+    Learning rate of step 0, 1, ... max_steps - 1 (nanoGPT's form: the first step is not wasted on lr 0).
+    kind: 'cosine', 'linear' or 'constant' after the warmup. min_lr above lr counts as lr.
+    """
+    # 1) linear warmup
+    if step < warmup_steps:
+        return lr * (step + 1) / (warmup_steps + 1)
+    # 2) no decay
+    if kind == "constant":
+        return lr
+    # 3) past the end
+    floor = min(min_lr, lr)
+    if step >= max_steps:
+        return floor
+    # 4) decay from lr to the floor; max_steps > step >= warmup_steps, so this divides by at least 1
+    ratio = (step - warmup_steps) / (max_steps - warmup_steps)
+    return floor + (lr - floor) * (1 - ratio if kind == "linear" else 0.5 * (1 + math.cos(math.pi * ratio)))
+
+
+# -----------------------------------------------------------------------------
+# the 8-bit update, in plain torch: the reference, and what runs on the CPU
+
+@functools.cache
+def code_book(signed: bool, device: torch.device):
+    """bitsandbytes' dynamic map, fp32 [256] ascending in [-1, 1] or [0, 1], and the 255 midpoints between its values."""
+    book = create_dynamic_map(signed).to(device)
+    return book, (book[1:] + book[:-1]) / 2
+
+
+def quantize(x: torch.Tensor, signed: bool):
+    """x fp32 [blocks, 256] -> nearest codes uint8 [blocks, 256] and scales fp32 [blocks]. Zero keeps its exact code."""
+    scale = x.abs().amax(1)
+    unit = x / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    return torch.bucketize(unit, code_book(signed, x.device)[1]).to(torch.uint8), scale
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:
+    """codes uint8 [blocks, 256], scale fp32 [blocks] -> fp32 [blocks, 256]."""
+    return code_book(signed, codes.device)[0][codes.int()] * scale[:, None]
+
+
+def random_bits(offset: int, n: int, keys: tuple[int, int], device) -> torch.Tensor:
+    """
+    32 random bits for each of the elements offset ... offset + n, as int64 [n]: a hash of the element's place and the
+    two keys (lowbias32, C. Wellons, github.com/skeeto/hash-prospector), so the bits depend on nothing else.
+    """
+    x = torch.arange(offset, offset + n, dtype=torch.int64, device=device) ^ keys[0]
+    x = (x ^ (x >> 16)) * 0x7FEB352D + keys[1] & 0xFFFFFFFF
+    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def adam8bit_torch(p, g, state, h, offset, keys, scale):
+    """
+    One Adam step on a flat slice, in place.
+      p      weights [n], bf16 or fp32                 g      gradient [n]
+      state  dict: m, v uint8 [blocks * 256], m_scale, v_scale fp32 [blocks], residual int8 [blocks * 256] or None
+      h      Hyper                                     offset place of the slice in its parameter, for the random bits
+      keys   two 32-bit ints, or None: round to nearest
+      scale  fp32 [1], multiplies the gradient (clipping)
+    update = lr * m^ / (sqrt(v^) + eps), decay folded in: p <- round(p * (1 - lr * wd) - update), rounded once.
+    """
+    n, blocks = p.numel(), state["m_scale"].numel()
+
+    def pad(x):
+        return torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - n)).view(blocks, BLOCK)
+
+    g = pad(g) * scale
+    m = torch.lerp(g, dequantize(state["m"].view(blocks, BLOCK), state["m_scale"], True), h.beta1)
+    v = torch.lerp(g * g, dequantize(state["v"].view(blocks, BLOCK), state["v_scale"], False), h.beta2)
+    update = (h.step_size * m / (v.sqrt() + h.eps)).view(-1)[:n]
+    for key, x, signed in (("m", m, True), ("v", v, False)):
+        codes, scales = quantize(x, signed)
+        state[key].copy_(codes.view(-1))
+        state[f"{key}_scale"].copy_(scales)
+    residual = state.get("residual")
+    weights = p.float() if residual is None else join_residual(p, residual[:n])
+    weights = weights * h.decay - update
+    if p.dtype == torch.float32:
+        p.copy_(weights)
+        return
+    bits = weights.view(torch.int32).long() & 0xFFFFFFFF
+    random = random_bits(offset, n, keys, p.device) if keys else torch.full_like(bits, 0x8000 if residual is None else 0x80)
+    if residual is None:
+        if keys is None:
+            random += (bits >> 16 & 1) - 1  # to nearest, ties to even
+        p.copy_(from_high_bits(bits + (random & 0xFFFF) >> 16))
+    else:
+        bits = bits + (random & 0xFF) >> 8  # 24 bits are kept: the upper 16 as the weight, the rest as residual
+        high = bits + 0x80 >> 8
+        residual[:n].copy_(bits - (high << 8))
+        p.copy_(from_high_bits(high))
+
+
+def from_high_bits(high: torch.Tensor) -> torch.Tensor:
+    """bf16 numbers from their 16 bits, given as int64."""
+    return ((high & 0xFFFF ^ 0x8000) - 0x8000).to(torch.int16).view(torch.bfloat16)
+
+
+def join_residual(p: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The fp32 weights [n] that bf16 p [n] and the 8 bits below it, int8 [n], stand for."""
+    high = p.view(torch.int16).long() & 0xFFFF
+    bits = (high << 8) + residual << 8 & 0xFFFFFFFF
+    return ((bits ^ 0x80000000) - 0x80000000).to(torch.int32).view(torch.float32)
+
+
+class Hyper:
+    """What the update needs of the settings at one step: bias corrections are folded into step_size and eps."""
+
+    def __init__(self, lr, beta1, beta2, eps, weight_decay, step):
+        correction1, correction2 = 1 - beta1 ** step, math.sqrt(1 - beta2 ** step)
+        self.beta1, self.beta2 = beta1, beta2
+        self.step_size, self.eps, self.decay = lr * correction2 / correction1, eps * correction2, 1 - lr * weight_decay
+
+
+def random_keys(seed: int, step: int, name: str) -> tuple[int, int]:
+    """Two 32-bit keys for a parameter at a step."""
+    digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+# -----------------------------------------------------------------------------
+# the same update as one Triton kernel: p, g, m, v are read once, p, m, v written once
+
+if triton:
+    # Both code books are 7 decades; decade i holds n = first * 2^i evenly spaced values (first = 1 signed, 2 unsigned).
+    # Counting k = n + place within the decade numbers the values 1, 2, 3 ... without a gap, so the exponent of k as a
+    # float is the decade, and no table is needed. k = 128 * first stands for 1.0, k = first - 1 for 0.
+
+    @triton.jit
+    def _power_of_10(x):
+        return tl.exp2(x * 3.321928094887362)
+
+    @triton.jit
+    def _number_to_value(k, first: tl.constexpr):
+        bits = k.to(tl.float32).to(tl.int32, bitcast=True)
+        log_n = (bits >> 23) - 127
+        place = (bits & 0x7FFFFF | 0x3F800000).to(tl.float32, bitcast=True) - 1.0         # place / n
+        half = (126 - log_n << 23).to(tl.float32, bitcast=True)                           # 0.5 / n
+        value = _power_of_10((log_n - (first + 5)).to(tl.float32)) * (0.1 + 0.9 * (place + half))
+        value = tl.where(k == 128 * first, 1.0, value)
+        return tl.where(k < first, 0.0, value)
+
+    @triton.jit
+    def _value_to_number(x, first: tl.constexpr):
+        decade = tl.floor(tl.log2(x) * 0.3010299956639812) + 7.0
+        decade = tl.minimum(tl.maximum(decade, 0.0), 6.0)
+        n = (decade.to(tl.int32) + (126 + first) << 23).to(tl.float32, bitcast=True)
+        unit = x * _power_of_10(6.0 - decade)                                             # in [0.1, 1)
+        inverse = 1.0 / n
+        k = tl.minimum(tl.floor(n + (unit - 0.1) * (n * 1.1111111111111112)), 2.0 * n - 1.0)
+        border = tl.where(decade == 0.0, 0.05 + 0.225 * inverse, 0.1 + 0.18 * inverse)    # midpoint to the decade below
+        k = tl.where(unit < border, n - 1.0, k)
+        return tl.where(x > 1.0 - 0.225 / (64 * first), 128.0 * first, k).to(tl.int32)
+
+    @triton.jit(do_not_specialize=["n", "offset", "key1", "key2"])
+    def _adam8bit_kernel(p_ptr, g_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, residual_ptr, scale_ptr,
+                         n, offset, key1, key2, beta1, beta2, eps, step_size, decay,
+                         STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, FP32: tl.constexpr, ROWS: tl.constexpr):
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        at = rows[:, None] * 256 + tl.arange(0, 256)[None, :]
+        inside, row_inside = at < n, rows * 256 < n
+        g = tl.load(g_ptr + at, inside, other=0.0).to(tl.float32) * tl.load(scale_ptr)
+        p = tl.load(p_ptr + at, inside, other=0.0)
+        m_number = tl.load(m_ptr + at, inside, other=127).to(tl.int32) - 127
+        v_number = tl.load(v_ptr + at, inside, other=0).to(tl.int32) + 1
+        m_scale = tl.load(m_scale_ptr + rows, row_inside, other=0.0)
+        v_scale = tl.load(v_scale_ptr + rows, row_inside, other=0.0)
+
+        m = _number_to_value(tl.abs(m_number), 1) * m_scale[:, None]
+        m = tl.where(m_number < 0, -m, m)
+        v = _number_to_value(v_number, 2) * v_scale[:, None]
+        m = g + beta1 * (m - g)
+        v = g * g + beta2 * (v - g * g)
+        update = step_size * m / (tl.sqrt(v) + eps)
+
+        m_scale, v_scale = tl.max(tl.abs(m), 1), tl.max(v, 1)
+        m_number = _value_to_number(tl.abs(m) * (1.0 / tl.maximum(m_scale, 1.1754943508222875e-38))[:, None], 1)
+        v_number = _value_to_number(v * (1.0 / tl.maximum(v_scale, 1.1754943508222875e-38))[:, None], 2)
+        m_code = tl.where(m < 0, 127 - tl.minimum(m_number, 127), 127 + m_number)
+        tl.store(m_ptr + at, m_code.to(tl.uint8), inside)
+        tl.store(v_ptr + at, (v_number - 1).to(tl.uint8), inside)
+        tl.store(m_scale_ptr + rows, m_scale, row_inside)
+        tl.store(v_scale_ptr + rows, v_scale, row_inside)
+
+        if FP32:
+            tl.store(p_ptr + at, p * decay - update, inside)
+        else:
+            bits = p.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+            if RESIDUAL:
+                bits = (bits.to(tl.int32) + (tl.load(residual_ptr + at, inside, other=0).to(tl.int32) << 8)).to(tl.uint32)
+            bits = (bits.to(tl.float32, bitcast=True) * decay - update).to(tl.uint32, bitcast=True)
+            if STOCHASTIC:
+                x = (at + offset).to(tl.uint32) ^ key1.to(tl.uint32)
+                x = (x ^ (x >> 16)) * 0x7FEB352D + key2.to(tl.uint32)
+                x = (x ^ (x >> 15)) * 0x846CA68B
+                random = x ^ (x >> 16)
+            if RESIDUAL:
+                if STOCHASTIC:
+                    bits = bits + (random & 0xFF) >> 8
+                else:
+                    bits = bits + 0x80 >> 8
+                high = bits + 0x80 >> 8
+                tl.store(residual_ptr + at, (bits - (high << 8)).to(tl.int8), inside)
+            else:
+                if STOCHASTIC:
+                    high = bits + (random & 0xFFFF) >> 16
+                else:
+                    high = bits + 0x7FFF + (bits >> 16 & 1) >> 16
+            tl.store(p_ptr + at, high.to(tl.uint16).to(tl.bfloat16, bitcast=True), inside)
+
+
+def adam8bit_triton(p, g, state, h, offset, keys, scale, rows: int = 4, warps: int = 4):
+    """adam8bit_torch as one kernel."""
+    n = p.numel()
+    _adam8bit_kernel[(triton.cdiv(n, rows * BLOCK),)](
+        p, g, state["m"], state["v"], state["m_scale"], state["v_scale"], state.get("residual"), scale,
+        n, offset, *(keys or (0, 0)), h.beta1, h.beta2, h.eps, h.step_size, h.decay,
+        STOCHASTIC=keys is not None, RESIDUAL=state.get("residual") is not None, FP32=p.dtype == torch.float32,
+        ROWS=rows, num_warps=warps)
+
+
+def adam8bit_step(p, g, state, h, offset, keys, scale):
+    """The kernel where there is one, else plain torch, in parts so that its fp32 temporaries stay small."""
+    if triton and p.is_cuda:
+        return adam8bit_triton(p, g, state, h, offset, keys, scale)
+    part = 2 ** 24
+    for a in range(0, p.numel(), part):
+        blocks = slice(a // BLOCK, (a + part) // BLOCK)
+        piece = {k: x and None if x is None else x[blocks if k.endswith("scale") else slice(a, a + part)]
+                 for k, x in state.items()}
+        adam8bit_torch(p[a:a + part], g[a:a + part], piece, h, offset + a, keys, scale)
+
+
+def adam32_step(p, g, m, v, h, scale):
+    """One Adam step with fp32 states m and v, in place; no decay."""
+    g = g.float() * scale
+    m.lerp_(g, 1 - h.beta1)
+    v.lerp_(g * g, 1 - h.beta2)
+    p.copy_(p.float() - h.step_size * m / (v.sqrt() + h.eps))
+
+
+# -----------------------------------------------------------------------------
+# paging
+
+class Pages:
+    """
+    Pages of optimizer state that live in host memory and are used in a fixed order, round and round.
+    use(k) gives page k on the device, ready for the compute stream; done(k) sends it home and starts the copy of the
+    page that needs the buffer next. A page's copies in and out and the compute between them are ordered by events
+    only: nothing waits for the whole device. Without a GPU the page in host memory is itself what use() returns.
+    """
+
+    def __init__(self, sizes: list[int], device: torch.device, buffer_bytes: int, resident_bytes: int, allocate):
+        """
+        sizes: bytes per page. buffer_bytes: device memory to page through (at least 3 pages). resident_bytes: device
+        memory for pages that never travel, chosen evenly. allocate(nbytes) -> host memory, uint8, zeroed.
+        """
+        self.cuda, self.sizes = device.type == "cuda", sizes
+        share = min(1.0, resident_bytes / max(1, sum(sizes))) if self.cuda else 0.0
+        self.resident = {k: torch.zeros(size, dtype=torch.uint8, device=device)
+                         for k, size in enumerate(sizes) if int((k + 1) * share) > int(k * share)}
+        self.paged = [k for k in range(len(sizes)) if k not in self.resident]
+        host = allocate(sum(sizes[k] for k in self.paged))
+        self.host = dict(zip(self.paged, host.split([sizes[k] for k in self.paged]))) if self.paged else {}
+        self.host_bytes = host.numel()
+        if self.cuda and self.paged:
+            largest = max(sizes[k] for k in self.paged)
+            count = min(len(self.paged), max(3, buffer_bytes // largest))
+            self.buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
+            self.in_stream, self.out_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self.restart()
+
+    def restart(self):
+        """Fill the buffers with the first pages, after the host copies were set."""
+        self.in_stream.wait_stream(torch.cuda.current_stream())
+        self.ready, self.next = {}, 0
+        for buffer in self.buffers:
+            self.fetch(buffer)
+
+    def fetch(self, buffer, free=None):
+        k = self.paged[self.next % len(self.paged)]
+        self.next += 1
+        if free is not None:
+            self.in_stream.wait_event(free)
+        with torch.cuda.stream(self.in_stream):
+            page = buffer[:self.sizes[k]].copy_(self.host[k], non_blocking=True)
+        self.ready[k] = (buffer, page, self.in_stream.record_event())
+
+    def use(self, k: int) -> torch.Tensor:
+        if k in self.resident:
+            return self.resident[k]
+        if not self.cuda:
+            return self.host[k]
+        _, page, arrived = self.ready[k]
+        torch.cuda.current_stream().wait_event(arrived)
+        return page
+
+    def done(self, k: int):
+        if not self.cuda or k in self.resident:
+            return
+        buffer, page, _ = self.ready.pop(k)
+        self.out_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.out_stream):
+            self.host[k].copy_(page, non_blocking=True)
+        self.fetch(buffer, self.out_stream.record_event())
+
+    def at_rest(self) -> list[torch.Tensor]:
+        """All pages as they stand between steps, to read or to set (then call moved_in)."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        return [self.resident[k] if k in self.resident else self.host[k] for k in range(len(self.sizes))]
+
+    def moved_in(self):
+        if self.cuda and self.paged:
+            torch.cuda.synchronize()
+            self.restart()
+
+
+# -----------------------------------------------------------------------------
+# optimizers
+
+class GradientError(RuntimeError):
+    """A parameter got no gradient."""
+
+
+class _InBackward:
+    """What both optimizers share: a hook per parameter, gradient norms, and the check that no parameter was left out."""
+
+    def __init__(self, named_params):
+        self.names = {p: name for name, p in named_params}
+        self.steps = 0
+        for p in self.names:
+            p.register_post_accumulate_grad_hook(self.hook)
+
+    def begin(self, lr: float):
+        """Before backward: open step number self.steps, with this learning rate."""
+        self.lr, self.norms = lr, {}
+        self.steps += 1
+
+    def hook(self, p):
+        grad, p.grad = p.grad, None
+        self.norms[p] = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        self.take(p, grad)
+
+    def finish(self) -> torch.Tensor:
+        """After backward: the global gradient norm, fp32 scalar on the device. GradientError names what got no gradient."""
+        missing = [name for p, name in self.names.items() if p not in self.norms]
+        if missing:
+            raise GradientError(f"no gradient reached {', '.join(missing[:5])}" + (" ..." if len(missing) > 5 else ""))
+        return torch.linalg.vector_norm(torch.stack(list(self.norms.values())))
+
+    def worst(self) -> str:
+        """Name of the first parameter whose gradient was not finite in the last step, or ''. Waits for the device."""
+        return next((self.names[p] for p, norm in self.norms.items() if not torch.isfinite(norm)), "")
+
+
+class Adam8bit(_InBackward):
+    """
+    Adam with decoupled weight decay. Matrices of at least MIN_8BIT elements: 8-bit states, paged. Vectors (norms) and
+    small tensors: fp32 states, kept on the device; vectors get no decay. States are known by parameter name and
+    independent of how pages are cut.
+    """
+
+    def __init__(self, named_params, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, rounding="stochastic", seed=0,
+                 residual=False, allocate=functools.partial(torch.zeros, dtype=torch.uint8),
+                 page_elements=2 ** 25, buffer_bytes=2 ** 30, resident_bytes=0):
+        """
+        named_params in the order of the forward pass. residual: keep 8 more bits of each bf16 weight with the states.
+        page_elements, buffer_bytes, resident_bytes, allocate: see Pages.
+        """
+        super().__init__(named_params)
+        self.beta1, self.beta2, self.eps, self.weight_decay = beta1, beta2, eps, weight_decay
+        self.stochastic, self.seed = rounding == "stochastic", seed
+        self.order = list(self.names)[::-1]  # backward meets parameters in reverse
+        device = self.order[0].device
+        self.scale = torch.ones(1, device=device)
+        self.small = {p: (torch.zeros_like(p, dtype=torch.float32), torch.zeros_like(p, dtype=torch.float32))
+                      for p in self.order if p.dim() < 2 or p.numel() < MIN_8BIT}
+        self.residual = residual and any(p.dtype != torch.float32 for p in self.order if p not in self.small)
+        # cut the matrices, in order, into pages: a page is a list of (parameter, start, end, place in the page)
+        page_elements -= page_elements % BLOCK
+        self.slices, fill = {p: [] for p in self.order if p not in self.small}, page_elements
+        self.page_elements = []
+        for p in self.slices:
+            start = 0
+            while start < p.numel():
+                if fill >= page_elements:
+                    self.page_elements.append(0)
+                    fill = 0
+                end = min(p.numel(), start + page_elements - fill)
+                self.slices[p].append((len(self.page_elements) - 1, start, end, fill))
+                fill += -(-(end - start) // BLOCK) * BLOCK
+                self.page_elements[-1] = fill
+                start = end
+        bytes_per_block = BLOCK * (3 if self.residual else 2) + 8
+        self.pages = Pages([n // BLOCK * bytes_per_block for n in self.page_elements], device,
+                           buffer_bytes, resident_bytes, allocate)
+        self.last_on_page = {s[-1][0]: p for p, s in self.slices.items()} | {
+            page: p for p, s in self.slices.items() for page, *_ in s[:-1]}
+
+    def begin(self, lr):
+        super().begin(lr)
+        self.waiting, self.cursor = {}, 0
+
+    def take(self, p, grad):
+        # pages come in a fixed order, so parameters step in that order, whatever the order of hooks within a block
+        self.waiting[p] = grad
+        while self.cursor < len(self.order) and self.order[self.cursor] in self.waiting:
+            self.update(self.order[self.cursor], self.waiting.pop(self.order[self.cursor]))
+            self.cursor += 1
+
+    @torch.no_grad()
+    def update(self, p, grad):
+        decay = self.weight_decay if p.dim() >= 2 else 0.0
+        h = Hyper(self.lr, self.beta1, self.beta2, self.eps, decay, self.steps)
+        if p in self.small:
+            return adam32_step(p, grad, *self.small[p], h, self.scale)
+        keys = random_keys(self.seed, self.steps, self.names[p]) if self.stochastic else None
+        flat, grad = p.view(-1), grad.reshape(-1)
+        for page, start, end, place in self.slices[p]:
+            state = self.views(self.pages.use(page), page, place, end - start)
+            adam8bit_step(flat[start:end], grad[start:end], state, h, start, keys, self.scale)
+            if self.last_on_page[page] is p:
+                self.pages.done(page)
+
+    def views(self, page_bytes, page, place, n):
+        """The tensors of one slice within a page. Layout: all m codes, all v codes, all residuals, then the scales."""
+        total, n = self.page_elements[page], -(-n // BLOCK) * BLOCK
+        scales = page_bytes[-total // BLOCK * 8:].view(torch.float32)
+        blocks = slice(place // BLOCK, (place + n) // BLOCK)
+        return {"m": page_bytes[place:place + n], "v": page_bytes[total + place:total + place + n],
+                "residual": page_bytes[2 * total + place:2 * total + place + n].view(torch.int8) if self.residual else None,
+                "m_scale": scales[:total // BLOCK][blocks], "v_scale": scales[total // BLOCK:][blocks]}
+
+    def state(self):
+        """Yields (parameter name, {key: host tensor}) between steps, one parameter at a time."""
+        pages = self.pages.at_rest()
+        for p, name in self.names.items():
+            if p in self.small:
+                yield name, {"m": self.small[p][0].cpu(), "v": self.small[p][1].cpu()}
+                continue
+            parts = [self.views(pages[page], page, place, end - start) for page, start, end, place in self.slices[p]]
+            yield name, {key: torch.cat([part[key] for part in parts]).cpu() for key in parts[0] if parts[0][key] is not None}
+
+    @torch.no_grad()
+    def load_state(self, get, steps: int):
+        """get(parameter name) -> the dict that state() yielded. KeyError or ValueError where it does not fit."""
+        pages = self.pages.at_rest()
+        for p, name in self.names.items():
+            saved = get(name)
+            if p in self.small:
+                for into, key in zip(self.small[p], "mv"):
+                    into.copy_(saved[key])
+                continue
+            position = 0
+            for page, start, end, place in self.slices[p]:
+                for key, into in self.views(pages[page], page, place, end - start).items():
+                    if into is not None:
+                        at = position // BLOCK if key.endswith("scale") else position
+                        into.copy_(saved[key][at:at + into.numel()])
+                position += -(-(end - start) // BLOCK) * BLOCK
+        self.steps = steps
+        self.pages.moved_in()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of state on the host and on the device."""
+        device = sum(2 * m.nbytes for m, _ in self.small.values()) + sum(t.nbytes for t in self.pages.resident.values())
+        return {"host": self.pages.host_bytes, "device": device + sum(b.nbytes for b in getattr(self.pages, "buffers", []))}
+
+
+class StockOptimizer(_InBackward):
+    """
+    Other people's optimizers behind the same interface. 'bnb_paged_adamw8bit': bitsandbytes, one instance per
+    parameter, stepped in its hook. 'adamw': torch's, all gradients kept and stepped in finish(), so it can clip.
+    """
+
+    def __init__(self, kind, named_params, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip=0.0):
+        super().__init__(named_params)
+        self.kind, self.grad_clip = kind, grad_clip
+        if kind == "adamw":
+            matrix = vector = torch.optim.AdamW
+        else:
+            from bitsandbytes.optim import AdamW32bit, PagedAdamW8bit
+            matrix, vector = functools.partial(PagedAdamW8bit, min_8bit_size=MIN_8BIT), AdamW32bit
+        self.optimizers = {p: (matrix if p.dim() >= 2 else vector)([p], lr=0.0, betas=(beta1, beta2), eps=eps,
+                                                                   weight_decay=weight_decay if p.dim() >= 2 else 0.0)
+                           for p in self.names}
+
+    def take(self, p, grad):
+        p.grad = grad
+        if self.kind != "adamw":
+            self.step_one(p)
+
+    def step_one(self, p):
+        self.optimizers[p].param_groups[0]["lr"] = self.lr
+        self.optimizers[p].step()
+        p.grad = None
+
+    def finish(self):
+        norm = super().finish()
+        if self.kind == "adamw":
+            if self.grad_clip:
+                torch.nn.utils.clip_grad_norm_(list(self.names), self.grad_clip)
+            for p in self.names:
+                self.step_one(p)
+        return norm
+
+    def state(self):
+        for p, name in self.names.items():
+            yield name, {k: torch.as_tensor(v).detach().cpu() for k, v in self.optimizers[p].state[p].items()}
+
+    @torch.no_grad()
+    def load_state(self, get, steps):
+        for p, name in self.names.items():
+            saved, state = get(name), self.optimizers[p].state[p]
+            if self.kind != "adamw":  # bitsandbytes pages its buffers only if it makes them itself
+                self.optimizers[p].init_state(self.optimizers[p].param_groups[0], p, 0, 0)
+            for key, value in saved.items():
+                if torch.is_tensor(state.get(key)):
+                    state[key].copy_(value)
+                elif self.kind == "adamw":
+                    state[key] = value.clone() if value.dim() == 0 else value.to(p.device, torch.float32)
+                else:
+                    state[key] = value.item()
+        self.steps = steps
+
+    def memory(self):
+        states = [t for p in self.names for t in self.optimizers[p].state[p].values() if torch.is_tensor(t)]
+        return {"host": 0, "device": sum(t.nbytes for t in states)}
