@@ -1,0 +1,504 @@
+"""
+Weights in and out, and the training state.
+
+read_config, load_weights   a Hugging Face folder (config.json, *.safetensors) or Meta's (params.json, consolidated.00.pth)
+export                      a complete Hugging Face folder
+save, load                  a checkpoint of a run: the same safetensors layout, plus optimizer states and state.json
+
+    python checkpoint.py RUN OUT        export a run's newest checkpoint
+
+Everything is streamed tensor by tensor or shard by shard: no second copy of the model is ever in memory.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from model import Llama, ModelConfig
+
+SHARD_BYTES = 10 ** 9
+
+
+class CheckpointError(Exception):
+    """A checkpoint can't be read or written; the message is one clear line."""
+
+
+# -----------------------------------------------------------------------------
+# names and layouts
+
+HF_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
+            "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
+            "attention.wo": "self_attn.o_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+            "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj"}
+IGNORED = re.compile(r"rope\.freqs|(.*\.)?rotary_emb\.inv_freq")  # tables that old checkpoints carry; ours are computed
+
+
+def hf_name(name: str) -> str:
+    """layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight"""
+    layer = re.match(r"layers\.(\d+)\.(.+)\.weight$", name)
+    if layer:
+        return f"model.layers.{layer[1]}.{HF_NAMES[layer[2]]}.weight"
+    return HF_NAMES[name.removesuffix(".weight")] + ".weight"
+
+
+def meta_to_hf_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """
+    q or k projection [heads * D, C] from Meta's row order (rotary pairs interleaved) to Hugging Face's (pairs half a
+    head apart). heads is n_heads for q and n_kv_heads for k.
+    """
+    rows, cols = weight.shape
+    return weight.view(heads, rows // heads // 2, 2, cols).transpose(1, 2).reshape(rows, cols)
+
+
+# -----------------------------------------------------------------------------
+# in
+
+def read_json(path: str) -> dict:
+    try:
+        with open(path, encoding="utf-8") as f:
+            value = json.load(f)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({str(error)[:80]}); incomplete download?") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return value
+
+
+def field(spec: dict, path: str, key: str, kind, default=...):
+    """A number (or bool) from a config file; CheckpointError if it is missing or of another type."""
+    value = spec.get(key, default)
+    if value is None and default is not ...:
+        value = default
+    if value is ...:
+        raise CheckpointError(f"{path}: '{key}' is missing")
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float)) or (kind is int and (value != int(value) or not 0 < value < 2 ** 31)):
+        raise CheckpointError(f"{path}: '{key}' must be a {kind.__name__}, got {value!r}")
+    return kind(value)
+
+
+def read_config(folder: str) -> ModelConfig:
+    """The model's shape, from config.json or params.json. Everything that changes the maths must be given there."""
+    path = os.path.join(folder, "config.json")
+    if not os.path.isfile(path):
+        if os.path.isfile(os.path.join(folder, "params.json")):
+            return read_params(os.path.join(folder, "params.json"), folder)
+        raise CheckpointError(f"'{folder}': no config.json (Hugging Face) or params.json (Meta) there")
+    spec = read_json(path)
+    if spec.get("model_type") != "llama":
+        raise CheckpointError(f"{path}: model_type {spec.get('model_type')!r} is not supported, only 'llama' is")
+    for key, want in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if spec.get(key, want) != want:
+            raise CheckpointError(f"{path}: {key} = {spec[key]!r} is not supported, only {want!r} is")
+    rope = spec.get("rope_parameters") or spec.get("rope_scaling")  # transformers 5 puts theta and scaling in one dict
+    if rope is not None and not isinstance(rope, dict):
+        raise CheckpointError(f"{path}: rope_scaling must be an object or null")
+    theta_from = rope if rope and "rope_theta" in rope else spec
+    heads, dim = field(spec, path, "num_attention_heads", int), field(spec, path, "hidden_size", int)
+    if spec.get("head_dim") is None and dim % heads:
+        raise CheckpointError(f"{path}: hidden_size {dim} is not a multiple of num_attention_heads {heads}, and head_dim is not given")
+    config = ModelConfig(
+        dim=dim, n_layers=field(spec, path, "num_hidden_layers", int), n_heads=heads,
+        n_kv_heads=field(spec, path, "num_key_value_heads", int, heads), head_dim=field(spec, path, "head_dim", int, dim // heads),
+        ffn_dim=field(spec, path, "intermediate_size", int), vocab_size=field(spec, path, "vocab_size", int),
+        max_seq_len=field(spec, path, "max_position_embeddings", int), norm_eps=field(spec, path, "rms_norm_eps", float),
+        rope_theta=field(theta_from, path, "rope_theta", float), rope_scaling=check_scaling(rope, path),
+        tie_word_embeddings=field(spec, path, "tie_word_embeddings", bool, False))
+    return check_shape(config, path)
+
+
+def check_scaling(rope: dict | None, path: str) -> dict | None:
+    kind = (rope or {}).get("rope_type", (rope or {}).get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise CheckpointError(f"{path}: rope_scaling type {kind!r} is not supported, only 'llama3' is")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return {"rope_type": "llama3"} | {k: field(rope, path, k, float if k.endswith("factor") else int) for k in keys}
+
+
+def check_shape(config: ModelConfig, path: str) -> ModelConfig:
+    if config.n_heads % config.n_kv_heads:
+        raise CheckpointError(f"{path}: {config.n_heads} query heads can't share {config.n_kv_heads} key/value heads evenly")
+    if config.head_dim % 2:
+        raise CheckpointError(f"{path}: head_dim {config.head_dim} is odd")
+    return config
+
+
+def read_params(path: str, folder: str) -> ModelConfig:
+    """Meta's params.json. It leaves out ffn_dim (read from the weights) and how a model's rope is scaled."""
+    spec = read_json(path)
+    heads, dim = field(spec, path, "n_heads", int), field(spec, path, "dim", int)
+    weights = open_pth(folder)
+    try:
+        ffn_dim, vocab_size = weights["layers.0.feed_forward.w1.weight"].shape[0], weights["tok_embeddings.weight"].shape[0]
+    except KeyError as error:
+        raise CheckpointError(f"{folder}/consolidated.00.pth has no tensor {error}") from None
+    scaled = spec.get("use_scaled_rope", False)
+    # Meta's files do not say which factor: 8 for 3.1's sizes, 32 for the small 3.2 models
+    scaling = {"rope_type": "llama3", "factor": 32.0 if dim < 4096 else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}
+    output = weights.get("output.weight")
+    tied = output is None or (dim < 4096 and torch.equal(output, weights["tok_embeddings.weight"]))
+    return check_shape(ModelConfig(
+        dim=dim, n_layers=field(spec, path, "n_layers", int), n_heads=heads, n_kv_heads=field(spec, path, "n_kv_heads", int, heads),
+        head_dim=dim // heads, ffn_dim=ffn_dim, vocab_size=vocab_size, max_seq_len=131072 if scaled else 8192,
+        norm_eps=field(spec, path, "norm_eps", float), rope_theta=field(spec, path, "rope_theta", float),
+        rope_scaling=scaling if scaled else None, tie_word_embeddings=tied), path)
+
+
+def open_pth(folder: str) -> dict[str, torch.Tensor]:
+    """Meta's weights, mapped into memory rather than read; nothing in the file is executed."""
+    path = os.path.join(folder, "consolidated.00.pth")
+    if os.path.exists(os.path.join(folder, "consolidated.01.pth")):
+        raise CheckpointError(f"'{folder}' is split over several consolidated files (model parallel), which is not supported")
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise CheckpointError(f"{path} can't be read ({size_of(path)}): {str(error).splitlines()[0][:120]}; incomplete download?") from None
+
+
+def size_of(path: str) -> str:
+    return f"{os.path.getsize(path):,} bytes"
+
+
+class Tensors:
+    """The tensors of a Hugging Face folder by name: headers are read and checked at once, data when asked for."""
+
+    def __init__(self, folder: str, prefix: str = "model"):
+        index = os.path.join(folder, f"{prefix}.safetensors.index.json")
+        if os.path.isfile(index):
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+                raise CheckpointError(f"{index}: no weight_map")
+            names = sorted(set(weight_map.values()))
+            outside = [n for n in names if os.path.basename(n) != n]
+            if outside:
+                raise CheckpointError(f"{index} names files outside the folder: {', '.join(outside[:3])}")
+        else:
+            weight_map, names = None, [f"{prefix}.safetensors"]
+        missing = [n for n in names if not os.path.isfile(os.path.join(folder, n))]
+        if missing:
+            raise CheckpointError(f"'{folder}': missing {', '.join(missing)}; incomplete download?")
+        self.files, self.where = {}, {}
+        for name in names:
+            path = os.path.join(folder, name)
+            try:
+                self.files[name] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError, ValueError) as error:
+                with open(path, "rb") as f:
+                    lfs = f.read(40).startswith(b"version https://git-lfs")
+                hint = "it is a git-lfs pointer; run git lfs pull" if lfs else "incomplete download?"
+                raise CheckpointError(f"{path} ({size_of(path)}) is not a whole safetensors file: {error}; {hint}") from None
+            for key in self.files[name].keys():
+                self.where[key] = name
+        lost = [k for k in weight_map or () if self.where.get(k) != weight_map[k]]
+        if lost:
+            raise CheckpointError(f"{index}: {lost[0]} is not in {weight_map[lost[0]]}, where the index says it is")
+
+    def shape(self, key: str) -> list[int]:
+        return self.files[self.where[key]].get_slice(key).get_shape()
+
+    def get(self, key: str) -> torch.Tensor:
+        return self.files[self.where[key]].get_tensor(key)
+
+
+@torch.no_grad()
+def load_weights(model: Llama, folder: str) -> str:
+    """
+    Fill the model's parameters from a folder, tensor by tensor, each cast once to the parameter's dtype. All names
+    and shapes are checked before the first is read. Returns the dtypes found, for the log.
+    """
+    config = model.config
+    if os.path.isfile(os.path.join(folder, "config.json")):
+        tensors = Tensors(folder)
+        names, shape, get = set(tensors.where), tensors.shape, tensors.get
+        key = {name: hf_name(name) for name, _ in model.named_parameters()}
+        head, table = "lm_head.weight", "model.embed_tokens.weight"
+    else:
+        weights = open_pth(folder)
+        names, shape, get = set(weights), lambda k: list(weights[k].shape), weights.__getitem__
+        key = {name: name for name, _ in model.named_parameters()}
+        head, table = "output.weight", "tok_embeddings.weight"
+    params = dict(model.named_parameters())
+    missing = [k for k in key.values() if k not in names]
+    if missing:
+        hint = "; the config says the head is not tied to the embedding" if missing == [head] else ""
+        raise CheckpointError(f"'{folder}': no tensor {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}{hint}")
+    extra = [k for k in names - set(key.values()) if not IGNORED.fullmatch(k) and not (k == head and config.tie_word_embeddings)]
+    if extra:
+        raise CheckpointError(f"'{folder}': unexpected tensor {', '.join(sorted(extra)[:3])}; is this a plain Llama?")
+    for name, p in params.items():
+        if list(shape(key[name])) != list(p.shape):
+            raise CheckpointError(f"'{folder}': {key[name]} has shape {list(shape(key[name]))}, the config asks for {list(p.shape)}")
+    if config.tie_word_embeddings and head in names and not torch.equal(get(head), get(table)):
+        raise CheckpointError(f"'{folder}': the config ties {head} to the embedding, but they differ; set tie_word_embeddings to false there")
+    dtypes = set()
+    for name, p in params.items():
+        weight = get(key[name])
+        dtypes.add(str(weight.dtype).removeprefix("torch."))
+        if head == "output.weight" and name.endswith(("attention.wq.weight", "attention.wk.weight")):
+            weight = meta_to_hf_rows(weight, config.n_heads if ".wq." in name else config.n_kv_heads)
+        p.copy_(weight)
+    return ", ".join(sorted(dtypes))
+
+
+# -----------------------------------------------------------------------------
+# out
+
+def write_json(path: str, value):
+    with open(path, "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=2)
+        f.write("\n")
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def write_shards(folder: str, prefix: str, sizes: list[tuple[str, int]], tensors, done=lambda: None):
+    """
+    Writes an iterable of (name, host tensor) as prefix-0000i-of-0000n.safetensors with an index, one shard in memory
+    at a time. sizes: (name, bytes) in the same order, known beforehand, to cut the shards.
+    """
+    cuts, fill = [0], 0
+    for i, (_, size) in enumerate(sizes):
+        if fill and fill + size > SHARD_BYTES:
+            cuts.append(i)
+            fill = 0
+        fill += size
+    weight_map, shard, number, total = {}, {}, 0, len(cuts)
+    cuts = [*cuts[1:], len(sizes)]
+    for i, (name, tensor) in enumerate(tensors, 1):
+        shard[name] = tensor.contiguous()
+        if i == cuts[number]:
+            number += 1
+            file = f"{prefix}-{number:05d}-of-{total:05d}.safetensors" if total > 1 else f"{prefix}.safetensors"
+            path = os.path.join(folder, file)
+            save_file(shard, path, metadata={"format": "pt"})
+            with open(path, "rb+") as f:
+                os.fsync(f.fileno())
+            weight_map.update(dict.fromkeys(shard, file))
+            shard = {}
+            done()
+    if total > 1:
+        write_json(os.path.join(folder, f"{prefix}.safetensors.index.json"),
+                   {"metadata": {"total_size": sum(s for _, s in sizes)}, "weight_map": weight_map})
+
+
+def hf_config(config: ModelConfig, dtype: str, specials: dict | None = None) -> dict:
+    spec = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": config.dim, "num_hidden_layers": config.n_layers,
+            "num_attention_heads": config.n_heads, "num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim,
+            "intermediate_size": config.ffn_dim, "vocab_size": config.vocab_size, "max_position_embeddings": config.max_seq_len,
+            "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta, "rope_scaling": config.rope_scaling,
+            "tie_word_embeddings": config.tie_word_embeddings, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+            "torch_dtype": dtype}
+    return spec | (specials or {})
+
+
+COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja",
+          "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+
+
+def export(model: Llama, folder: str, source: str | None, tokenizer_source: str | None, specials: dict | None = None,
+           dtype: torch.dtype = torch.bfloat16, log=print):
+    """
+    A complete Hugging Face folder: config.json, generation_config.json, the tokenizer's files byte for byte from where
+    it came from, weights in dtype. source: the folder that training started from, whose config.json is kept but for
+    what changed. Written beside and renamed, so a folder with this name is always whole.
+    """
+    work = f"{folder.rstrip('/')}.tmp"
+    shutil.rmtree(work, ignore_errors=True)
+    os.makedirs(work)
+    name = str(dtype).removeprefix("torch.")
+    base = {}
+    if source and os.path.isfile(os.path.join(source, "config.json")):
+        base = read_json(os.path.join(source, "config.json"))
+    spec = (base or hf_config(model.config, name, specials)) | {"torch_dtype": name, "vocab_size": model.config.vocab_size,
+                                                               "tie_word_embeddings": model.config.tie_word_embeddings}
+    if "dtype" in spec:
+        spec["dtype"] = name
+    write_json(os.path.join(work, "config.json"), spec)
+    for origin in (source, tokenizer_source):
+        for file in COPIED:
+            here = os.path.join(origin or "", file) if origin and os.path.isdir(origin) else origin
+            if here and os.path.basename(here) == file and os.path.isfile(here):
+                shutil.copyfile(here, os.path.join(work, file))
+    if not os.path.exists(os.path.join(work, "generation_config.json")):
+        write_json(os.path.join(work, "generation_config.json"), {"do_sample": True, "temperature": 0.6, "top_p": 0.9, **(specials or {})})
+    if not os.path.exists(os.path.join(work, "tokenizer.json")):
+        log(f"note: {folder} has no tokenizer.json, because the tokenizer did not come from one; transformers needs it, vLLM too")
+    overflow = []
+
+    def tensors():
+        for ours, p in model.named_parameters():
+            weight = p.detach().to(dtype).cpu()
+            if not torch.isfinite(weight).all():
+                overflow.append(hf_name(ours))
+            yield hf_name(ours), weight
+
+    sizes = [(n, p.numel() * torch.empty(0, dtype=dtype).element_size()) for n, p in model.named_parameters()]
+    write_shards(work, "model", sizes, tensors())
+    if overflow:
+        shutil.rmtree(work)
+        raise CheckpointError(f"export: {overflow[0]} does not fit into {name} (overflow)" if dtype == torch.float16
+                              else f"export: {overflow[0]} is not finite")
+    replace_folder(work, folder)
+
+
+def replace_folder(work: str, folder: str):
+    """Rename work to folder; a folder of that name steps aside first and is removed after."""
+    old = f"{folder.rstrip('/')}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if os.path.exists(folder):
+        os.rename(folder, old)
+    os.rename(work, folder)
+    sync_folder(os.path.dirname(os.path.abspath(folder)))
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_folder(path: str):
+    """Make renames in a folder durable, where the system can."""
+    if os.name == "posix":
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+# -----------------------------------------------------------------------------
+# checkpoints of a run
+
+def checkpoint_bytes(model: Llama, optimizer) -> int:
+    """About how large one checkpoint is: weights, and two bytes of state per parameter or what the optimizer holds."""
+    weights = sum(p.nbytes for p in model.parameters())
+    return weights + max(sum(optimizer.memory().values()), 2 * sum(p.numel() for p in model.parameters()))
+
+
+def check_disk(folder: str, needed: int, what: str):
+    """CheckpointError unless folder's own disk has room for needed bytes."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(f"{what} needs {needed / 1e9:.1f} GB on the disk of '{folder}', {free / 1e9:.1f} GB are free")
+
+
+def save(run_dir: str, model: Llama, optimizer, state: dict, keep: int, tokenizer_source: str | None = None):
+    """
+    Writes run_dir/step_000100 under a temporary name, renames it, points run_dir/latest at it, and removes all but the
+    newest `keep` checkpoints. If anything fails, what was written is removed and earlier checkpoints are as they were.
+    """
+    name = f"step_{state['step']:06d}"
+    work = os.path.join(run_dir, f"{name}.tmp")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        check_disk(run_dir, checkpoint_bytes(model, optimizer), "a checkpoint")
+        os.makedirs(work)
+        sizes = [(n, p.nbytes) for n, p in model.named_parameters()]
+        write_shards(work, "model", sizes, ((hf_name(n), p.detach().cpu()) for n, p in model.named_parameters()))
+        # parameter by parameter, one file each time a shard is full
+        shard, files = {}, 0
+
+        def flush():
+            nonlocal shard, files
+            if shard:
+                path = os.path.join(work, f"optimizer-{files:05d}.safetensors")
+                save_file(shard, path, metadata={"format": "pt"})
+                with open(path, "rb+") as f:
+                    os.fsync(f.fileno())
+                shard, files = {}, files + 1
+
+        for param, tensors in optimizer.state():
+            shard.update({f"{param}|{key}": t.contiguous() for key, t in tensors.items()})
+            if sum(t.nbytes for t in shard.values()) > SHARD_BYTES:
+                flush()
+        flush()
+        write_json(os.path.join(work, "config.json"), hf_config(model.config, str(model.output.weight.dtype).removeprefix("torch.")))
+        write_json(os.path.join(work, "state.json"), state | {"optimizer_files": files})
+        replace_folder(work, os.path.join(run_dir, name))
+        with open(os.path.join(run_dir, "latest.tmp"), "w", encoding="utf-8") as f:
+            f.write(name + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(os.path.join(run_dir, "latest.tmp"), os.path.join(run_dir, "latest"))
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(work, ignore_errors=True)
+        raise CheckpointError(f"the checkpoint of step {state['step']} could not be written ({error}); earlier ones are intact") from None
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    for old in sorted(checkpoints(run_dir))[:-keep] if keep else []:
+        if old < state["step"]:
+            shutil.rmtree(os.path.join(run_dir, f"step_{old:06d}"), ignore_errors=True)
+
+
+def checkpoints(run_dir: str) -> list[int]:
+    """Steps of the complete checkpoints in a run folder."""
+    found = (re.fullmatch(r"step_(\d{6,})", n) for n in (os.listdir(run_dir) if os.path.isdir(run_dir) else []))
+    return [int(m[1]) for m in found if m and os.path.isfile(os.path.join(run_dir, m[0], "state.json"))]
+
+
+def newest(run_dir: str) -> str:
+    """Folder of the newest complete checkpoint: what 'latest' names, else the highest step. CheckpointError if none."""
+    try:
+        with open(os.path.join(run_dir, "latest"), encoding="utf-8") as f:
+            name = f.read().strip()
+        if re.fullmatch(r"step_\d{6,}", name) and os.path.isfile(os.path.join(run_dir, name, "state.json")):
+            return os.path.join(run_dir, name)
+    except (OSError, ValueError):
+        pass
+    steps = checkpoints(run_dir)
+    if not steps:
+        raise CheckpointError(f"'{run_dir}': no complete checkpoint there")
+    return os.path.join(run_dir, f"step_{max(steps):06d}")
+
+
+def load_state(folder: str) -> dict:
+    return read_json(os.path.join(folder, "state.json"))
+
+
+def load_optimizer(optimizer, folder: str, state: dict):
+    """Optimizer states back into their places, parameter by parameter; CheckpointError where names or shapes differ."""
+    keys = {}
+    try:
+        for i in range(field(state, folder, "optimizer_files", int)):
+            file = safe_open(os.path.join(folder, f"optimizer-{i:05d}.safetensors"), framework="pt")
+            for key in file.keys():
+                name, _, part = key.partition("|")
+                keys.setdefault(name, {})[part] = (file, key)
+        names = set(optimizer.names.values())
+        if set(keys) != names:
+            odd = sorted(set(keys) ^ names)
+            raise CheckpointError(f"'{folder}': optimizer states do not belong to this model or optimizer ({odd[0]})")
+        optimizer.load_state(lambda name: {part: file.get_tensor(key) for part, (file, key) in keys[name].items()}, state["step"])
+    except (SafetensorError, OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"'{folder}': optimizer states can't be loaded ({type(error).__name__}: {str(error)[:150]})") from None
+
+
+def main():
+    if len(sys.argv) != 3:
+        sys.exit(__doc__.strip())
+    run_dir, out = sys.argv[1:]
+    try:
+        folder = newest(run_dir)
+        settings = read_json(os.path.join(run_dir, "config.json"))
+        config = read_config(folder)
+        model = Llama(config, torch.bfloat16)
+        load_weights(model, folder)
+        source = settings.get("init_from")
+        export(model, out, source if source != "scratch" else None, settings.get("tokenizer"))
+        print(f"{out}: step {load_state(folder)['step']} of {run_dir}, bfloat16")
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
