@@ -474,7 +474,7 @@ class Adam8bit(_InBackward):
                 yield name, {"m": self.small[p][0].cpu(), "v": self.small[p][1].cpu()}
                 continue
             parts = [self.views(pages[page], page, place, end - start) for page, start, end, place in self.slices[p]]
-            yield name, {key: torch.cat([part[key] for part in parts]).cpu() for key in parts[0] if parts[0][key] is not None}
+            yield name, {key: torch.cat([part[key].cpu() for part in parts]) for key in parts[0] if parts[0][key] is not None}
 
     @torch.no_grad()
     def load_state(self, get, steps: int):
