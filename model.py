@@ -297,7 +297,9 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        grad, tokens = torch.cat(grads).float(), torch.cat(ctx.tokens)
+        grad, tokens = torch.cat(grads), torch.cat(ctx.tokens)
+        if not (grad.is_cuda and tokens.numel() > 3072):
+            grad = grad.float()  # CUDA's kernel for many tokens sums in fp32 anyway, the others in the gradient's dtype
         total = torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.like.size(0), -1, False)
         return total.to(ctx.like.dtype), *[None] * len(ctx.tokens)
 

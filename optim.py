@@ -180,7 +180,7 @@ if triton:
         decade = tl.minimum(tl.maximum(decade, 0.0), 6.0)
         n = (decade.to(tl.int32) + (126 + first) << 23).to(tl.float32, bitcast=True)
         unit = x * _power_of_10(6.0 - decade)                                             # in [0.1, 1)
-        inverse = 1.0 / n
+        inverse = ((128 - first) - decade.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # 1 / n
         k = tl.minimum(tl.floor(n + (unit - 0.1) * (n * 1.1111111111111112)), 2.0 * n - 1.0)
         border = tl.where(decade == 0.0, 0.05 + 0.225 * inverse, 0.1 + 0.18 * inverse)    # midpoint to the decade below
         k = tl.where(unit < border, n - 1.0, k)

@@ -65,12 +65,14 @@ def test_kernel_equals_plain_torch(dtype, residual, keys):
         h = optim.Hyper(1e-4, 0.9, 0.95, 1e-8, 0.1, step)
         optim.adam8bit_torch(p, g, state, h, 512, keys, scale)
         optim.adam8bit_triton(q, g, other, h, 512, keys, scale)
-    for key in "mv":
-        distance = (state[key][:n].int() - other[key][:n].int()).abs()
-        assert distance.max() <= 1 and (distance > 0).float().mean() < 0.003, key
-        torch.testing.assert_close(state[f"{key}_scale"], other[f"{key}_scale"], rtol=1e-4, atol=0)
-    assert (p != q).float().mean() < (0.005 if dtype == torch.bfloat16 else 1)
-    torch.testing.assert_close(p.float(), q.float(), rtol=1e-2, atol=2e-6)
+        for key in "mv":  # codes differ where a value lies between two by less than rounding
+            distance = (state[key][:n].int() - other[key][:n].int()).abs()
+            assert distance.max() <= 1 and (distance > 0).float().mean() < 0.003, key
+            torch.testing.assert_close(state[f"{key}_scale"], other[f"{key}_scale"], rtol=1e-5, atol=0)
+        assert (p != q).float().mean() < (1e-3 if dtype == torch.bfloat16 else 1)
+        torch.testing.assert_close(p.float(), q.float(), rtol=1e-2, atol=2e-6)
+        q.copy_(p)
+        other.update((k, None if t is None else t.clone()) for k, t in state.items())
 
 
 def test_offload_and_recompute_are_bitwise_neutral():
