@@ -15,11 +15,11 @@ import sys
 import time
 
 import numpy as np
-import torch
 
+import train  # before torch: it sets the allocator's options
 import configurator
 import data
-import train
+import torch
 from model import PRESETS
 
 

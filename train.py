@@ -20,6 +20,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch: no holes between large tensors
+
 import torch
 
 import checkpoint
