@@ -96,12 +96,18 @@ def main() -> int:
     name = torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()
     peak = train.peak_flops(name) if cuda else None
     mfu = f"{100 * rate * train.flops_per_token(n_params, config, cfg.seq_len) / peak:.1f} %" if peak else "-"
-    allocated, reserved = (torch.cuda.max_memory_allocated() / 2 ** 30, torch.cuda.max_memory_reserved() / 2 ** 30) if cuda else (0, 0)
+    GiB = 2 ** 30
+    if cuda:  # freed segments go back to the driver, so the device's peak is the allocator's plus what is not torch's
+        used = (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()) / GiB
+        allocated, reserved = torch.cuda.max_memory_allocated() / GiB, torch.cuda.max_memory_reserved() / GiB
+        peak_gib = used + reserved
+    else:
+        allocated = reserved = peak_gib = 0.0
     print(f"\n{name}, torch {torch.__version__}, allocator cap {cfg.cap_gib or 'none'} GiB; python bench.py {' '.join(sys.argv[1:])}")
-    print("| tokens a step | ms | tok/s | MFU (6N + 12LHDT) | GPU device / reserved / allocated, GiB | host, GB | states + activations over PCIe, GB |")
+    print("| tokens a step | ms | tok/s | MFU (6N + 12LHDT) | GPU peak: device / reserved / allocated, GiB | host, GB | states + activations over PCIe, GB |")
     print("|---|---|---|---|---|---|---|")
     travelling = 2 * getattr(getattr(optimizer, "pages", None), "host_bytes", 0) + (2 * offloader.packed_bytes // len(times) if offloader else 0)
-    print(f"| {tokens:,} | {ms:.0f} | {rate:,.0f} | {mfu} | {train.gpu_gb(device) * 1e9 / 2 ** 30:.2f} / {reserved:.2f} / {allocated:.2f} | "
+    print(f"| {tokens:,} | {ms:.0f} | {rate:,.0f} | {mfu} | {peak_gib:.2f} / {reserved:.2f} / {allocated:.2f} | "
           f"{train.host_gb():.1f} | {travelling / 1e9 if cuda else 0:.1f} |")
     return 0
 

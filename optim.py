@@ -256,7 +256,7 @@ if triton:
             tl.store(p_ptr + at, high.to(tl.uint16).to(tl.bfloat16, bitcast=True), inside)
 
 
-def adam8bit_triton(p, g, state, h, offset, keys, scale, rows: int = 4, warps: int = 4):
+def adam8bit_triton(p, g, state, h, offset, keys, scale, rows: int = 1, warps: int = 1):
     """adam8bit_torch as one kernel."""
     n = p.numel()
     keys32 = ((k ^ 0x80000000) - 0x80000000 for k in keys or (0, 0))  # as int32, or Triton compiles for each width
