@@ -567,7 +567,7 @@ class StockOptimizer(_InBackward):
                 if torch.is_tensor(state.get(key)):
                     state[key].copy_(value)
                 elif self.kind == "adamw":
-                    state[key] = value.clone() if value.dim() == 0 else value.to(p.device, torch.float32)
+                    state[key] = value.clone() if value.dim() == 0 else value.to(p.device)  # step counts stay on the host
                 else:
                     state[key] = value.item()
         self.steps = steps

@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -59,14 +60,14 @@ class Config:
     # optimizer
     optimizer: Literal["adam8bit", "bnb_paged_adamw8bit", "adamw"] = "adam8bit"  # ours, bitsandbytes', torch's
     rounding: Literal["stochastic", "nearest"] = "stochastic"  # of bf16 weights; nearest loses small updates
-    learning_rate: float = 3e-3          # peak
+    learning_rate: float = 3e-3          # peak of the schedule
     min_lr: float = 3e-4                 # at the end of the decay
     warmup_steps: int = 20               # linear warmup
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warmup
     weight_decay: float = 0.1            # decoupled, on matrices only
     beta1: float = 0.9                   # decay of the first moment
     beta2: float = 0.95                  # decay of the second moment
-    eps: float = 1e-8                    # Adam's
+    eps: float = 1e-8                    # Adam's, added to sqrt(v)
     grad_clip: float = 0.0               # limit of the global gradient norm, 0: off; only with optimizer='adamw'
     # machine
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: the GPU if there is one
@@ -184,13 +185,17 @@ def train_step(model: Llama, optimizer, batches, lr: float, run_layer, loss_chun
 
 
 @torch.no_grad()
-def evaluate(model: Llama, shards, cfg: Config, device, stop=lambda: None) -> float:
-    """Validation loss: summed over all supervised tokens, divided by their number; nan if there are none."""
+def evaluate(model: Llama, shards, cfg: Config, device, stop=lambda: False) -> float:
+    """
+    Validation loss: summed over all supervised tokens, divided by their number; nan if there are none or stop() became
+    true. Uses no random numbers and a loader of its own, so training goes on as if it had not happened.
+    """
     total, count = 0.0, 0
     for i, batch in enumerate(data.Loader(shards, cfg.batch_size, shuffle=False)):
         if cfg.eval_batches and i >= cfg.eval_batches:
             break
-        stop()
+        if stop():
+            return math.nan
         if len(batch.targets):
             total += model.loss([batch.to(device)], 1, chunk_size=cfg.loss_chunk).item()
             count += len(batch.targets)
@@ -224,7 +229,7 @@ def forecast(cfg: Config, config: ModelConfig, n_params: int) -> dict[str, dict[
     many = cfg.gradient_accumulation_steps > 1
     states = 2 * n_params + n_params // 32
     resident = min(states, int(cfg.state_resident_gb * 1e9))
-    in_head = 4 * head + cfg.loss_chunk * config.vocab_size * (4 + size) + 2 * tokens * config.dim * size
+    in_head = 4 * head + max(size * head, cfg.loss_chunk * config.vocab_size * (4 + size)) + 2 * tokens * config.dim * size
     in_block = layer * (size + (4 if many else 0)) + micro * wide * size + 3 * tokens * config.dim * size
     return {"gpu": {"weights": n_params * size, "gradients and working memory, at the fullest": max(in_head, in_block),
                     "optimizer state buffers": min(states, int(cfg.state_buffer_gb * 1e9)) + resident,
@@ -280,7 +285,7 @@ def say(line: str = ""):
     print(line, flush=True)
 
 
-def start_page(cfg, config, model, prepared, plan, device, resumed_at):
+def start_page(cfg, config, model, prepared, plan, device, resumed_at, origin):
     """One screen: what is trained, on what, how a step is made up, what it needs, where it goes."""
     n_params = sum(p.numel() for p in model.parameters())
     say(f"model    {n_params / 1e6:,.1f} M parameters, {config.n_layers} layers, dim {config.dim}, vocabulary {config.vocab_size:,}, {cfg.dtype}")
@@ -297,6 +302,12 @@ def start_page(cfg, config, model, prepared, plan, device, resumed_at):
     else:
         say(f"device   CPU, {torch.get_num_threads()} threads, torch {torch.__version__}")
     say(f"writes   {cfg.out_dir}/ (config.json, metrics.jsonl, step_*/)")
+    groups = {}
+    for key, value in dataclasses.asdict(cfg).items():
+        where = origin.get(key, "defaults")
+        groups.setdefault("flags" if where.startswith("flag ") else where.split("'")[1] if "'" in where else where, []).append(f"{key}={value!r}")
+    for where, settings in reversed(groups.items()):
+        say(textwrap.fill(f"{where}: {', '.join(settings)}", 120, initial_indent=" " * 9, subsequent_indent=" " * 11))
     say()
 
 
@@ -345,11 +356,10 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
     if folder:
         checkpoint.load_optimizer(optimizer, folder, state)
     checkpoint.check_disk(cfg.out_dir, checkpoint.checkpoint_bytes(model, optimizer), "the first checkpoint")
-    if cfg.compile and device.type == "cuda":
-        if optim.triton:
-            model.compile_blocks()
-        else:
-            say("warning: triton is not installed, so nothing is compiled: slower, same results")
+    if cfg.compile and device.type == "cuda" and optim.triton:
+        model.compile_blocks()
+    elif cfg.compile:
+        say(f"note: compile=True needs {'triton' if device.type == 'cuda' else 'a GPU'}; running without, slower, same results")
     run_layer, offloader = make_run_layer(cfg, model)
     loader = data.Loader(prepared.rows("train"), cfg.batch_size, cfg.seed, consumed=state["consumed"])
     val_shards = prepared.rows("val")
@@ -357,15 +367,13 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
         say("note: no document fell to validation, so there will be no validation loss (--val_fraction, --val_data)")
     checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), dataclasses.asdict(cfg))
     metrics = Metrics(os.path.join(cfg.out_dir, "metrics.jsonl"), state["step"])
-    start_page(cfg, config, model, prepared, plan, device, state["step"])
-    for name, where in origin.items():
-        say(f"  {name} = {getattr(cfg, name)!r}   from {where}")
+    start_page(cfg, config, model, prepared, plan, device, state["step"], origin)
 
     n_params = sum(p.numel() for p in model.parameters())
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     step, tokens, first_loss, val_loss = state["step"], state["tokens"], None, math.nan
     saved_at = step if folder else None
-    window = {"ms": 0.0, "tokens": 0, "supervised": 0, "steps": 0}
+    window_ms = []  # of the steps since the last log line
     fresh = True  # the first step warms up and compiles: it is logged, but not counted in tok/s
 
     def save():
@@ -383,9 +391,10 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
         last_step = step >= max_steps or signals.received
         # once in a while, and at the end: validate, save
         if val_shards and not signals.received and (last_step or (cfg.eval_every and step % cfg.eval_every == 0)):
-            val_loss = evaluate(model, val_shards, cfg, device)
-            metrics.write(step=step, val_loss=val_loss)
-            say(f"step {step:6d}/{max_steps} | val loss {val_loss:.4f} | perplexity {math.exp(min(val_loss, 700)):.2f}")
+            val_loss = evaluate(model, val_shards, cfg, device, lambda: signals.received)
+            if not signals.received:
+                metrics.write(step=step, val_loss=val_loss)
+                say(f"step {step:6d}/{max_steps} | val loss {val_loss:.4f} | perplexity {math.exp(min(val_loss, 700)):.2f}")
         if saved_at != step and (last_step or (cfg.save_every and step and step % cfg.save_every == 0)):
             save()
         if last_step:
@@ -399,7 +408,12 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
             say(f"warning: rows {[r for b in batches for r in b.rows]} hold nothing to learn: no step taken")
             continue
         lr = optim.schedule(step, max_steps, cfg.warmup_steps, cfg.learning_rate, cfg.min_lr, cfg.lr_schedule)
-        loss, norm = train_step(model, optimizer, [b.to(device) for b in batches], lr, run_layer, cfg.loss_chunk)
+        try:
+            loss, norm = train_step(model, optimizer, [b.to(device) for b in batches], lr, run_layer, cfg.loss_chunk)
+        except NonFinite:
+            if saved_at != step:
+                save()
+            raise
         grad_norm = norm.item()
         ms = 1000 * (time.perf_counter() - start)
         # --------------------------------------------------------------------
@@ -411,9 +425,9 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
         tokens += plan["tokens"]
         first_loss = first_loss if first_loss is not None else loss
         if not fresh:
-            window = {"ms": window["ms"] + ms, "tokens": window["tokens"] + plan["tokens"], "steps": window["steps"] + 1}
+            window_ms.append(ms)
         if cfg.log_every and (step % cfg.log_every == 0 or fresh or step == max_steps):
-            mean_ms = window["ms"] / window["steps"] if window["steps"] else ms
+            mean_ms = sum(window_ms) / len(window_ms) if window_ms else ms
             rate = plan["tokens"] / mean_ms * 1000
             mfu = f" | mfu {100 * rate * flops_per_token(n_params, config, cfg.seq_len) / peak:4.1f} %" if peak else ""
             gpu = f" | gpu {gpu_gb(device):5.2f} GB" if device.type == "cuda" else ""
@@ -422,7 +436,7 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
                 f"{rate:7,.0f} tok/s{mfu}{gpu} | host {host_gb():5.2f} GB | eta {eta}{' (first step)' if fresh else ''}")
             metrics.write(step=step, loss=loss, lr=lr, grad_norm=grad_norm, ms=mean_ms, tok_s=rate, gpu_gb=gpu_gb(device), host_gb=host_gb(),
                           tokens=tokens, supervised_tokens=supervised, **({"offloaded_bytes": offloader.packed_bytes} if offloader else {}))
-            window = {"ms": 0.0, "tokens": 0, "steps": 0}
+            window_ms = []
         if offloader:
             offloader.packed = offloader.packed_bytes = 0
         fresh = False

@@ -1,0 +1,206 @@
+"""python -m pytest tests/test_train.py"""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import checkpoint
+import model as llama
+import sample
+import train
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    """run('--key=value', ...) -> (exit code, what it printed); small, and everything in tmp_path."""
+    monkeypatch.setitem(llama.PRESETS, "debug", llama.ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64))
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"{i} " * 40 + "and so on"}) + "\n" for i in range(60)))
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    def go(*flags):
+        base = [f"--data={tmp_path}/text.jsonl", f"--cache_dir={tmp_path}/cache", f"--out_dir={tmp_path}/out", "--max_steps=8", "--seq_len=64",
+                "--batch_size=4", "--warmup_steps=2", "--log_every=1", "--eval_every=4", "--sample_tokens=0", "--device=cpu", "--learning_rate=1e-2"]
+        code = train.main([*base, *flags])
+        return code, "".join(capsys.readouterr())
+
+    yield go
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGTERM, before[1])
+
+
+def metrics(folder):
+    return [json.loads(line) for line in open(folder / "metrics.jsonl")]
+
+
+def losses(folder):
+    return {row["step"]: row["loss"] for row in metrics(folder) if "loss" in row}
+
+
+def weights(folder):
+    return load_file(folder / open(folder / "latest").read().strip() / "model.safetensors")
+
+
+def test_a_run_learns_and_leaves_what_it_promises(run, tmp_path):
+    code, out = run("--activation_offloading=true", "--gradient_accumulation_steps=2")
+    assert code == 0
+    rows = metrics(tmp_path / "out")
+    steps = [r for r in rows if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 9)) and steps[-1]["loss"] < 0.8 * steps[0]["loss"]
+    assert {"step", "loss", "lr", "grad_norm", "ms", "tok_s", "gpu_gb", "host_gb", "tokens", "supervised_tokens"} <= set(steps[0])
+    assert [r["step"] for r in rows if "val_loss" in r] == [0, 4, 8]
+    assert steps[0]["offloaded_bytes"] == 2 * 2 * 4 * 64 * 32 * 4  # 2 blocks x 2 micro-batches x rows x tokens x dim x fp32
+    assert open(tmp_path / "out" / "latest").read() == "step_000008\n"
+    assert json.load(open(tmp_path / "out" / "config.json"))["gradient_accumulation_steps"] == 2
+    assert "4 rows x 64 tokens x 2 micro-batches = 512 tokens" in out
+
+
+@pytest.mark.parametrize("optimizer", ["adam8bit", "adamw", "bnb_paged_adamw8bit"])
+def test_interrupted_and_resumed_equals_uninterrupted(run, tmp_path, monkeypatch, optimizer):
+    flags = [f"--optimizer={optimizer}", "--dtype=bfloat16"]
+    assert run(f"--out_dir={tmp_path}/whole", *flags)[0] == 0
+    real, calls = train.train_step, []
+
+    def interrupt(*a):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*a)
+
+    monkeypatch.setattr(train, "train_step", interrupt)
+    code, out = run(*flags)
+    assert code == 130 and "go on with --resume" in out and (tmp_path / "out" / "step_000003").is_dir()
+    code, out = run(*flags, "--resume")
+    assert code == 0 and "resuming" in out
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "out")
+    assert all(torch.equal(whole[k], parts[k]) for k in whole)
+
+
+def test_new_settings_on_resume_are_used_and_said(run, tmp_path):
+    run("--max_steps=4", "--lr_schedule=constant")
+    code, out = run("--lr_schedule=constant", "--resume", "--learning_rate=1e-4")
+    assert code == 0 and "learning_rate: 0.01 -> 0.0001" in out
+    assert [r["lr"] for r in metrics(tmp_path / "out") if "loss" in r][4:] == [1e-4] * 4
+
+
+def test_other_data_on_resume_starts_at_its_first_row(run, tmp_path):
+    run("--max_steps=4")
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps({"text": f"other {i} " * 30}) + "\n" for i in range(20)))
+    code, out = run("--resume", f"--data={tmp_path}/other.jsonl")
+    assert code == 0 and "the data differs" in out
+
+
+def test_an_earlier_run_is_not_overwritten(run, tmp_path):
+    run("--max_steps=2")
+    before = weights(tmp_path / "out")
+    code, out = run()
+    assert code == 2 and "--resume" in out
+    assert all(torch.equal(v, before[k]) for k, v in weights(tmp_path / "out").items())
+
+
+def test_the_cut_into_micro_batches_does_not_matter(run, tmp_path):
+    for batch, micro in ((8, 1), (2, 4), (1, 8)):
+        run(f"--out_dir={tmp_path}/{batch}", f"--batch_size={batch}", f"--gradient_accumulation_steps={micro}", "--optimizer=adamw")
+    want = losses(tmp_path / "8")
+    for batch in (2, 1):
+        assert losses(tmp_path / str(batch)) == pytest.approx(want, rel=1e-4)
+    lrs = [[r["lr"] for r in metrics(tmp_path / str(b)) if "loss" in r] for b in (8, 2, 1)]
+    assert lrs[0] == lrs[1] == lrs[2]
+
+
+def test_validation_is_the_same_for_any_batch_size_and_disturbs_nothing(run, tmp_path):
+    for batch, every in ((1, 0), (2, 1), (8, 3)):
+        run(f"--out_dir={tmp_path}/{batch}", f"--batch_size={batch}", f"--gradient_accumulation_steps={8 // batch}",
+            f"--eval_every={every}", "--learning_rate=0", "--min_lr=0")
+    values = [r["val_loss"] for b in (1, 2, 8) for r in metrics(tmp_path / str(b)) if "val_loss" in r]
+    assert len(values) == 1 + 9 + 4 and max(values) - min(values) < 1e-5
+    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "8"), rel=1e-5)
+
+
+def test_learning_rate_zero_moves_nothing(run, tmp_path):
+    code, _ = run("--learning_rate=0", "--min_lr=0", "--save_every=4")
+    assert code == 0
+    first, last = (load_file(tmp_path / "out" / f"step_00000{s}" / "model.safetensors") for s in (4, 8))
+    assert all(torch.equal(first[k], last[k]) for k in first)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(run, tmp_path, monkeypatch):
+    real, calls = llama.Llama.loss, []
+
+    def poisoned(self, batches, count, *a, **k):
+        loss = real(self, batches, count, *a, **k)
+        calls.append(torch.is_grad_enabled())
+        return loss * math.nan if sum(calls) == 3 and calls[-1] else loss
+
+    monkeypatch.setattr(llama.Llama, "loss", poisoned)
+    code, out = run("--eval_every=0")
+    assert code == 1 and "the loss is nan" in out and "Traceback" not in out
+    assert open(tmp_path / "out" / "latest").read() == "step_000002\n"
+    assert all(torch.isfinite(w).all() for w in weights(tmp_path / "out").values())
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--grad_clip=1.0"], "grad_clip"), (["--data=nowhere"], "nowhere"), (["--init_from=nowhere"], "nowhere"), (["--batch_size=0"], "batch_size"),
+    (["--tokenizer=nowhere.model"], "nowhere.model"), (["--learning_rat=1"], "did you mean 'learning_rate'"), (["--beta1=1.0"], "beta1"),
+    (["nowhere.py"], "nowhere.py"), (["--optimizer=adam"], "adam8bit")])
+def test_mistakes_are_one_line_and_exit_code_2(run, flags, message):
+    code, out = run(*flags)
+    assert code == 2 and message in out and "Traceback" not in out and len([x for x in out.splitlines() if x.startswith("error:")]) == 1
+
+
+def test_export_and_sample(run, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    assert run(f"--export={tmp_path}/hf")[0] == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ours = llama.Llama(checkpoint.read_config(str(tmp_path / "hf")))
+    checkpoint.load_weights(ours, str(tmp_path / "hf"))
+    tokens = torch.randint(0, 512, (1, 40))
+    assert (theirs(tokens).logits - ours.logits(tokens)).abs().max() < 1e-5
+    texts = []
+    for seed in (0, 0, 1):
+        assert sample.main([str(tmp_path / "out"), "--prompt=1 2", "--max_tokens=20", f"--seed={seed}", "--device=cpu", "--dtype=float32"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_model_flops_and_peaks():
+    n = 8_030_261_248
+    assert train.flops_per_token(n, llama.PRESETS["llama3_8b"], 2048) == 51_402_792_960
+    assert train.peak_flops("NVIDIA GeForce RTX 4090") == 165.2e12 and train.peak_flops("some new card") is None
+
+
+def test_forecast_of_llama3_8b():
+    cfg = train.Config(dtype="bfloat16", seq_len=2048, batch_size=2, activation_offloading=True)
+    kinds = train.forecast(cfg, llama.PRESETS["llama3_8b"], 8_030_261_248)
+    assert kinds["gpu"]["weights"] == 16_060_522_496 and kinds["host"]["block inputs"] == 4096 * 8192 * 32
+    assert 19.5e9 < sum(kinds["gpu"].values()) < 21e9
+
+
+def test_sigterm_in_a_process_of_its_own(tmp_path):
+    code = f"import train, sys; sys.exit(train.main(['--out_dir={tmp_path}/out', '--cache_dir={tmp_path}/cache', '--max_steps=100000', '--log_every=1', " \
+           "'--batch_size=1', '--eval_every=0', '--val_fraction=0', '--device=cpu']))"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if line.startswith("step      3/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "interrupted after step" in out, out
+    assert (tmp_path / "out" / "latest").exists()
+
+
+def test_settings_are_all_documented():
+    text = train.configurator.help_text(train.Config)
+    for field in dataclasses.fields(train.Config):
+        line = next(x for x in text.splitlines() if x.strip().startswith(f"--{field.name}="))
+        assert len(line.split("=", 1)[1].split("[")[0].strip().split("  ")[-1]) > 5, line
