@@ -298,15 +298,13 @@ class Pages:
     only: nothing waits for the whole device. Without a GPU the page in host memory is itself what use() returns.
     """
 
-    def __init__(self, sizes: list[int], device: torch.device, buffer_bytes: int, resident_bytes: int, allocate):
+    def __init__(self, sizes: list[int], device: torch.device, buffer_bytes: int, resident: list[int], allocate):
         """
-        sizes: bytes per page. buffer_bytes: device memory to page through (at least 3 pages). resident_bytes: device
-        memory for pages that never travel, chosen evenly. allocate(nbytes) -> host memory, uint8, zeroed.
+        sizes: bytes per page. buffer_bytes: device memory to page through (at least 3 pages). resident: pages that stay
+        on the device and never travel. allocate(nbytes) -> host memory, uint8, zeroed.
         """
         self.cuda, self.sizes = device.type == "cuda", sizes
-        share = min(1.0, resident_bytes / max(1, sum(sizes))) if self.cuda else 0.0
-        self.resident = {k: torch.zeros(size, dtype=torch.uint8, device=device)
-                         for k, size in enumerate(sizes) if int((k + 1) * share) > int(k * share)}
+        self.resident = {k: torch.zeros(sizes[k], dtype=torch.uint8, device=device) for k in resident if self.cuda}
         self.paged = [k for k in range(len(sizes)) if k not in self.resident]
         host = allocate(sum(sizes[k] for k in self.paged))
         self.host = dict(zip(self.paged, host.split([sizes[k] for k in self.paged]))) if self.paged else {}
@@ -441,8 +439,15 @@ class Adam8bit(_InBackward):
                 self.page_elements[-1] = fill
                 start = end
         bytes_per_block = BLOCK * (3 if self.residual else 2) + 8
-        self.pages = Pages([n // BLOCK * bytes_per_block for n in self.page_elements], device,
-                           buffer_bytes, resident_bytes, allocate)
+        sizes = [n // BLOCK * bytes_per_block for n in self.page_elements]
+        # the largest parameters stay on the device first: head and embedding are updated in one go, with no other work
+        # to hide their copies
+        resident = []
+        for p in sorted(self.slices, key=lambda p: -p.numel()):
+            for page, *_ in self.slices[p]:
+                if page not in resident and sum(sizes[k] for k in [*resident, page]) <= resident_bytes:
+                    resident.append(page)
+        self.pages = Pages(sizes, device, buffer_bytes, resident, allocate)
         self.last_on_page = {s[-1][0]: p for p, s in self.slices.items()} | {
             page: p for p, s in self.slices.items() for page, *_ in s[:-1]}
 
