@@ -13,6 +13,7 @@ References: Adam (arXiv:1412.6980), decoupled weight decay (arXiv:1711.05101), 8
 stochastic rounding for bf16 weights (arXiv:2010.06192).
 """
 
+import collections
 import functools
 import hashlib
 import math
@@ -298,12 +299,14 @@ class Pages:
     only: nothing waits for the whole device. Without a GPU the page in host memory is itself what use() returns.
     """
 
-    def __init__(self, sizes: list[int], device: torch.device, buffer_bytes: int, resident: list[int], allocate):
+    def __init__(self, sizes: list[int], home_sizes: list[int], device: torch.device, buffer_bytes: int, resident: list[int],
+                 allocate, ahead: bool = True):
         """
-        sizes: bytes per page. buffer_bytes: device memory to page through (at least 3 pages). resident: pages that stay
-        on the device and never travel. allocate(nbytes) -> host memory, uint8, zeroed.
+        sizes: bytes per page, of which the first home_sizes are sent home. buffer_bytes: device memory to page through
+        (at least 3 pages). resident: pages that stay on the device and never travel. allocate(nbytes) -> host memory,
+        uint8, zeroed. ahead: fetch the next round's pages as buffers fall free, rather than wait for restart().
         """
-        self.cuda, self.sizes = device.type == "cuda", sizes
+        self.cuda, self.sizes, self.home_sizes, self.ahead = device.type == "cuda", sizes, home_sizes, ahead
         self.resident = {k: torch.zeros(sizes[k], dtype=torch.uint8, device=device) for k in resident if self.cuda}
         self.paged = [k for k in range(len(sizes)) if k not in self.resident]
         host = allocate(sum(sizes[k] for k in self.paged))
@@ -314,16 +317,22 @@ class Pages:
             count = min(len(self.paged), max(3, buffer_bytes // largest))
             self.buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
             self.in_stream, self.out_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            self.restart()
+            if ahead:
+                self.restart()
 
     def restart(self):
-        """Fill the buffers with the first pages, after the host copies were set."""
+        """Fill the buffers with the first pages, after all that was sent home or written to at_rest() pages."""
+        if not self.cuda or not self.paged:
+            return
         self.in_stream.wait_stream(torch.cuda.current_stream())
+        self.in_stream.wait_stream(self.out_stream)
         self.ready, self.next = {}, 0
         for buffer in self.buffers:
             self.fetch(buffer)
 
     def fetch(self, buffer, free=None):
+        if self.next >= len(self.paged) and not self.ahead:
+            return
         k = self.paged[self.next % len(self.paged)]
         self.next += 1
         if free is not None:
@@ -347,19 +356,24 @@ class Pages:
         buffer, page, _ = self.ready.pop(k)
         self.out_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.out_stream):
-            self.host[k].copy_(page, non_blocking=True)
+            self.host[k][:self.home_sizes[k]].copy_(page[:self.home_sizes[k]], non_blocking=True)
         self.fetch(buffer, self.out_stream.record_event())
 
+    def send(self, k: int, source: torch.Tensor, into) -> object:
+        """Copy a device tensor to into(page k), wherever the page lives; returns the event to wait for before source is freed."""
+        if k in self.resident or not self.cuda:
+            into(self.resident.get(k, self.host.get(k))).copy_(source)
+            return None
+        self.out_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.out_stream):
+            into(self.host[k]).copy_(source, non_blocking=True)
+        return self.out_stream.record_event()
+
     def at_rest(self) -> list[torch.Tensor]:
-        """All pages as they stand between steps, to read or to set (then call moved_in)."""
+        """All pages as they stand between steps, to read or to set (then call restart)."""
         if self.cuda:
             torch.cuda.synchronize()
         return [self.resident[k] if k in self.resident else self.host[k] for k in range(len(self.sizes))]
-
-    def moved_in(self):
-        if self.cuda and self.paged:
-            torch.cuda.synchronize()
-            self.restart()
 
 
 # -----------------------------------------------------------------------------
@@ -367,6 +381,10 @@ class Pages:
 
 class GradientError(RuntimeError):
     """A parameter got no gradient."""
+
+
+class NonFiniteGradient(RuntimeError):
+    """A gradient was NaN or infinite, found before anything was updated."""
 
 
 class _InBackward:
@@ -405,18 +423,22 @@ class Adam8bit(_InBackward):
     Adam with decoupled weight decay. Matrices of at least MIN_8BIT elements: 8-bit states, paged. Vectors (norms) and
     small tensors: fp32 states, kept on the device; vectors get no decay. States are known by parameter name and
     independent of how pages are cut.
+
+    With grad_clip the step can't begin before all gradients are known: the hooks park them in host memory, with the
+    page they belong to, and finish() streams pages (gradients and states in, states out) through the same update.
     """
 
     def __init__(self, named_params, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, rounding="stochastic", seed=0,
-                 residual=False, allocate=functools.partial(torch.zeros, dtype=torch.uint8),
+                 residual=False, grad_clip=0.0, allocate=functools.partial(torch.zeros, dtype=torch.uint8),
                  page_elements=2 ** 25, buffer_bytes=2 ** 30, resident_bytes=0):
         """
         named_params in the order of the forward pass. residual: keep 8 more bits of each bf16 weight with the states.
+        grad_clip: limit of the global gradient norm, as torch.nn.utils.clip_grad_norm_ has it; 0: none.
         page_elements, buffer_bytes, resident_bytes, allocate: see Pages.
         """
         super().__init__(named_params)
         self.beta1, self.beta2, self.eps, self.weight_decay = beta1, beta2, eps, weight_decay
-        self.stochastic, self.seed = rounding == "stochastic", seed
+        self.stochastic, self.seed, self.grad_clip = rounding == "stochastic", seed, grad_clip
         self.order = list(self.names)[::-1]  # backward meets parameters in reverse
         device = self.order[0].device
         self.scale = torch.ones(1, device=device)
@@ -438,8 +460,10 @@ class Adam8bit(_InBackward):
                 fill += -(-(end - start) // BLOCK) * BLOCK
                 self.page_elements[-1] = fill
                 start = end
-        bytes_per_block = BLOCK * (3 if self.residual else 2) + 8
-        sizes = [n // BLOCK * bytes_per_block for n in self.page_elements]
+        per_block = BLOCK * (3 if self.residual else 2) + 8
+        self.grad_dtype = next(iter(self.slices)).dtype if self.slices else torch.float32
+        home_sizes = [n // BLOCK * per_block for n in self.page_elements]
+        sizes = [size + (n * self.grad_dtype.itemsize if grad_clip else 0) for size, n in zip(home_sizes, self.page_elements)]
         # the largest parameters stay on the device first: head and embedding are updated in one go, with no other work
         # to hide their copies
         resident = []
@@ -447,41 +471,80 @@ class Adam8bit(_InBackward):
             for page, *_ in self.slices[p]:
                 if page not in resident and sum(sizes[k] for k in [*resident, page]) <= resident_bytes:
                     resident.append(page)
-        self.pages = Pages(sizes, device, buffer_bytes, resident, allocate)
+        self.pages = Pages(sizes, home_sizes, device, buffer_bytes, resident, allocate, ahead=not grad_clip)
         self.last_on_page = {s[-1][0]: p for p, s in self.slices.items()} | {
             page: p for p, s in self.slices.items() for page, *_ in s[:-1]}
 
     def begin(self, lr):
         super().begin(lr)
-        self.waiting, self.cursor = {}, 0
+        self.waiting, self.cursor, self.sending = {}, 0, collections.deque()
 
     def take(self, p, grad):
+        if self.grad_clip:
+            return self.park(p, grad)
         # pages come in a fixed order, so parameters step in that order, whatever the order of hooks within a block
         self.waiting[p] = grad
         while self.cursor < len(self.order) and self.order[self.cursor] in self.waiting:
             self.update(self.order[self.cursor], self.waiting.pop(self.order[self.cursor]))
             self.cursor += 1
 
+    def park(self, p, grad):
+        if p in self.small:
+            self.waiting[p] = grad
+            return
+        flat = grad.reshape(-1)
+        for page, start, end, place in self.slices[p]:
+            sent = self.pages.send(page, flat[start:end], lambda page_bytes: self.views(page_bytes, page, place, end - start)["grad"])
+            self.sending.append((flat, sent))
+        self.settle(4)
+
+    def settle(self, in_flight: int):
+        """Let go of parked gradients' device copies, all but the newest, once the compute stream is behind the copying."""
+        while len(self.sending) > in_flight:
+            _, sent = self.sending.popleft()
+            if sent is not None:
+                torch.cuda.current_stream().wait_event(sent)
+
+    def finish(self):
+        norm = super().finish()
+        if self.grad_clip:
+            self.settle(0)
+            if not torch.isfinite(norm):
+                self.steps -= 1
+                raise NonFiniteGradient(f"the gradient of {self.worst()} is not finite; nothing was updated")
+            self.scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0).view(1)
+            self.pages.restart()
+            for p in self.order:
+                self.update(p, self.waiting.pop(p, None))
+        return norm
+
     @torch.no_grad()
     def update(self, p, grad):
+        """One parameter's step; its gradient is given, or lies with its pages."""
         decay = self.weight_decay if p.dim() >= 2 else 0.0
         h = Hyper(self.lr, self.beta1, self.beta2, self.eps, decay, self.steps)
         if p in self.small:
             return adam32_step(p, grad, *self.small[p], h, self.scale)
         keys = random_keys(self.seed, self.steps, self.names[p]) if self.stochastic else None
-        flat, grad = p.view(-1), grad.reshape(-1)
+        flat, grad = p.view(-1), None if grad is None else grad.reshape(-1)
         for page, start, end, place in self.slices[p]:
             state = self.views(self.pages.use(page), page, place, end - start)
-            adam8bit_step(flat[start:end], grad[start:end], state, h, start, keys, self.scale)
+            parked = state.pop("grad")
+            adam8bit_step(flat[start:end], parked if grad is None else grad[start:end], state, h, start, keys, self.scale)
             if self.last_on_page[page] is p:
                 self.pages.done(page)
 
     def views(self, page_bytes, page, place, n):
-        """The tensors of one slice within a page. Layout: all m codes, all v codes, all residuals, then the scales."""
-        total, n = self.page_elements[page], -(-n // BLOCK) * BLOCK
-        scales = page_bytes[-total // BLOCK * 8:].view(torch.float32)
+        """
+        The tensors of one slice within a page. Layout: all m codes, all v codes, all residuals, the scales, and with
+        grad_clip the parked gradients, which never travel home.
+        """
+        total, exact, n = self.page_elements[page], n, -(-n // BLOCK) * BLOCK
+        codes = (3 if self.residual else 2) * total
+        scales, grads = page_bytes[codes:codes + total // BLOCK * 8].view(torch.float32), page_bytes[codes + total // BLOCK * 8:]
         blocks = slice(place // BLOCK, (place + n) // BLOCK)
-        return {"m": page_bytes[place:place + n], "v": page_bytes[total + place:total + place + n],
+        return {"grad": grads.view(self.grad_dtype)[place:place + exact] if self.grad_clip else None,
+                "m": page_bytes[place:place + n], "v": page_bytes[total + place:total + place + n],
                 "residual": page_bytes[2 * total + place:2 * total + place + n].view(torch.int8) if self.residual else None,
                 "m_scale": scales[:total // BLOCK][blocks], "v_scale": scales[total // BLOCK:][blocks]}
 
@@ -493,7 +556,7 @@ class Adam8bit(_InBackward):
                 yield name, {"m": self.small[p][0].cpu(), "v": self.small[p][1].cpu()}
                 continue
             parts = [self.views(pages[page], page, place, end - start) for page, start, end, place in self.slices[p]]
-            yield name, {key: torch.cat([part[key].cpu() for part in parts]) for key in parts[0] if parts[0][key] is not None}
+            yield name, {key: torch.cat([part[key].cpu() for part in parts]) for key in parts[0] if key != "grad" and parts[0][key] is not None}
 
     @torch.no_grad()
     def load_state(self, get, steps: int):
@@ -508,12 +571,13 @@ class Adam8bit(_InBackward):
             position = 0
             for page, start, end, place in self.slices[p]:
                 for key, into in self.views(pages[page], page, place, end - start).items():
-                    if into is not None:
+                    if into is not None and key != "grad":
                         at = position // BLOCK if key.endswith("scale") else position
                         into.copy_(saved[key][at:at + into.numel()])
                 position += -(-(end - start) // BLOCK) * BLOCK
         self.steps = steps
-        self.pages.moved_in()
+        if self.pages.ahead:
+            self.pages.restart()
 
     def memory(self) -> dict[str, int]:
         """Bytes of state on the host and on the device."""

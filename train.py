@@ -60,6 +60,8 @@ class Config:
     # optimizer
     optimizer: Literal["adam8bit", "bnb_paged_adamw8bit", "adamw"] = "adam8bit"  # ours, bitsandbytes', torch's
     rounding: Literal["stochastic", "nearest"] = "stochastic"  # of bf16 weights; nearest loses small updates
+    master: Literal["none", "residual"] = "none"  # residual: 8 more bits of each bf16 weight, paged with the states
+    skip_nonfinite: int = 0              # this many steps with a non-finite loss (with grad_clip: gradient) are skipped
     learning_rate: float = 3e-3          # peak of the schedule
     min_lr: float = 3e-4                 # at the end of the decay
     warmup_steps: int = 20               # linear warmup
@@ -68,7 +70,7 @@ class Config:
     beta1: float = 0.9                   # decay of the first moment
     beta2: float = 0.95                  # decay of the second moment
     eps: float = 1e-8                    # Adam's, added to sqrt(v)
-    grad_clip: float = 0.0               # limit of the global gradient norm, 0: off; only with optimizer='adamw'
+    grad_clip: float = 0.0               # limit of the global gradient norm, 0: off; parks gradients on the host, 2 bytes each
     # machine
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: the GPU if there is one
     dtype: Literal["bfloat16", "float32"] = "float32"  # of matrices and activations; norms, rope and loss are always float32
@@ -118,7 +120,7 @@ def check(cfg: Config):
     for name in ("seq_len", "batch_size", "gradient_accumulation_steps", "loss_chunk", "keep_checkpoints"):
         need(getattr(cfg, name) >= 1, f"'{name}' must be at least 1, got {getattr(cfg, name)}")
     for name in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip", "log_every", "eval_every",
-                 "eval_batches", "save_every", "sample_tokens", "state_buffer_gb", "state_resident_gb", "seed"):
+                 "eval_batches", "save_every", "sample_tokens", "state_buffer_gb", "state_resident_gb", "seed", "skip_nonfinite"):
         need(getattr(cfg, name) >= 0, f"'{name}' must not be negative, got {getattr(cfg, name)}")
     for name in ("beta1", "beta2"):
         need(0 <= getattr(cfg, name) < 1, f"'{name}' must be in [0, 1), got {getattr(cfg, name)}")
@@ -127,8 +129,10 @@ def check(cfg: Config):
     need(cfg.max_steps is None or cfg.max_steps >= 0, f"'max_steps' must not be negative, got {cfg.max_steps}")
     need(cfg.max_steps is not None or cfg.epochs > 0, f"'epochs' must be positive, got {cfg.epochs}")
     need(cfg.seq_len >= 2, "'seq_len' must be at least 2")
-    need(not cfg.grad_clip or cfg.optimizer == "adamw",
-         "'grad_clip' needs the whole gradient at once, but this optimizer steps inside backward; use --optimizer=adamw or --grad_clip=0")
+    need(not cfg.grad_clip or cfg.optimizer != "bnb_paged_adamw8bit",
+         "'grad_clip' needs the whole gradient at once, but bitsandbytes' optimizer is stepped inside backward; use --optimizer=adam8bit")
+    need(cfg.master == "none" or (cfg.optimizer == "adam8bit" and cfg.dtype == "bfloat16"),
+         "'master' is for bfloat16 weights with --optimizer=adam8bit")
     need(cfg.device != "cuda" or torch.cuda.is_available(),
          "'device' is cuda, but torch finds no GPU" + ("" if torch.version.cuda else " (this torch is a CPU build)"))
 
@@ -157,7 +161,7 @@ def make_optimizer(cfg: Config, model: Llama):
     if cfg.optimizer != "adam8bit":
         return optim.StockOptimizer(cfg.optimizer, model.named_parameters(), **common, grad_clip=cfg.grad_clip)
     device = model.norm.weight.device
-    return optim.Adam8bit(model.named_parameters(), **common, rounding=cfg.rounding, seed=cfg.seed,
+    return optim.Adam8bit(model.named_parameters(), **common, rounding=cfg.rounding, seed=cfg.seed, residual=cfg.master == "residual", grad_clip=cfg.grad_clip,
                           allocate=functools.partial(offload.pinned_zeros, device=device),
                           buffer_bytes=int(cfg.state_buffer_gb * 1e9), resident_bytes=int(cfg.state_resident_gb * 1e9))
 
@@ -227,14 +231,14 @@ def forecast(cfg: Config, config: ModelConfig, n_params: int) -> dict[str, dict[
     layer = config.dim * (2 * config.n_heads + 2 * config.n_kv_heads) * config.head_dim + 3 * config.dim * config.ffn_dim
     wide = 6 * config.dim + (2 * config.n_heads + 4 * config.n_kv_heads) * config.head_dim + 5 * config.ffn_dim
     many = cfg.gradient_accumulation_steps > 1
-    states = 2 * n_params + n_params // 32
+    states = 2 * n_params + n_params // 32 + (n_params if cfg.master == "residual" else 0) + (n_params * size if cfg.grad_clip else 0)
     resident = min(states, int(cfg.state_resident_gb * 1e9))
     in_head = 4 * head + max(size * head, cfg.loss_chunk * config.vocab_size * (4 + size)) + 2 * tokens * config.dim * size
     in_block = layer * (size + (4 if many else 0)) + micro * wide * size + 3 * tokens * config.dim * size
     return {"gpu": {"weights": n_params * size, "gradients and working memory, at the fullest": max(in_head, in_block),
                     "optimizer state buffers": min(states, int(cfg.state_buffer_gb * 1e9)) + resident,
                     **({} if cfg.activation_offloading else {"block inputs": saved})},
-            "host": {"optimizer states": states - resident, **({"block inputs": saved} if cfg.activation_offloading else {})}}
+            "host": {"optimizer states" + (" and parked gradients" if cfg.grad_clip else ""): states - resident, **({"block inputs": saved} if cfg.activation_offloading else {})}}
 
 
 # -----------------------------------------------------------------------------
@@ -373,6 +377,7 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     step, tokens, first_loss, val_loss = state["step"], state["tokens"], None, math.nan
     saved_at = step if folder else None
+    skipped = 0  # steps whose loss or gradient was not finite
     window_ms = []  # of the steps since the last log line
     fresh = True  # the first step warms up and compiles: it is logged, but not counted in tok/s
 
@@ -410,10 +415,14 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
         lr = optim.schedule(step, max_steps, cfg.warmup_steps, cfg.learning_rate, cfg.min_lr, cfg.lr_schedule)
         try:
             loss, norm = train_step(model, optimizer, [b.to(device) for b in batches], lr, run_layer, cfg.loss_chunk)
-        except NonFinite:
-            if saved_at != step:
-                save()
-            raise
+        except (NonFinite, optim.NonFiniteGradient) as error:
+            skipped += 1
+            if skipped > cfg.skip_nonfinite:
+                if saved_at != step:
+                    save()
+                raise RunError(f"step {step + 1}: {error}") from None
+            say(f"warning: step {step + 1} is tried again with the next rows: {error}")
+            continue
         grad_norm = norm.item()
         ms = 1000 * (time.perf_counter() - start)
         # --------------------------------------------------------------------

@@ -144,13 +144,37 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(run, tmp_path, monkey
 
     monkeypatch.setattr(llama.Llama, "loss", poisoned)
     code, out = run("--eval_every=0")
-    assert code == 1 and "the loss is nan" in out and "Traceback" not in out
+    assert code == 1 and "step 3: the loss is nan" in out and "Traceback" not in out
     assert open(tmp_path / "out" / "latest").read() == "step_000002\n"
     assert all(torch.isfinite(w).all() for w in weights(tmp_path / "out").values())
+    calls.clear()
+    code, out = run("--eval_every=0", "--skip_nonfinite=1", f"--out_dir={tmp_path}/other")
+    assert code == 0 and "tried again" in out and sorted(losses(tmp_path / "other")) == list(range(1, 9))
+
+
+def test_with_clipping_a_bad_gradient_is_found_before_any_update(run, tmp_path, monkeypatch):
+    real, calls = train.train_step, []
+
+    def poisoned(model, *a):
+        calls.append(1)
+        if len(calls) == 3:
+            handle = model.layers[1].attention_norm.weight.register_hook(lambda g: g * math.inf)
+        try:
+            return real(model, *a)
+        finally:
+            if len(calls) == 3:
+                handle.remove()
+
+    monkeypatch.setattr(train, "train_step", poisoned)
+    code, out = run("--eval_every=0", "--grad_clip=1.0")
+    assert code == 1 and "layers.1.attention_norm.weight is not finite; nothing was updated" in out
+    calls.append(1)
+    code, out = run("--eval_every=0", "--grad_clip=1.0", "--resume")
+    assert code == 0 and all(torch.isfinite(w).all() for w in weights(tmp_path / "out").values())
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--grad_clip=1.0"], "grad_clip"), (["--data=nowhere"], "nowhere"), (["--init_from=nowhere"], "nowhere"), (["--batch_size=0"], "batch_size"),
+    (["--grad_clip=1.0", "--optimizer=bnb_paged_adamw8bit"], "grad_clip"), (["--data=nowhere"], "nowhere"), (["--init_from=nowhere"], "nowhere"), (["--batch_size=0"], "batch_size"),
     (["--tokenizer=nowhere.model"], "nowhere.model"), (["--learning_rat=1"], "did you mean 'learning_rate'"), (["--beta1=1.0"], "beta1"),
     (["nowhere.py"], "nowhere.py"), (["--optimizer=adam"], "adam8bit")])
 def test_mistakes_are_one_line_and_exit_code_2(run, flags, message):
