@@ -14,6 +14,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import os
 import re
 import runpy
 import sys
@@ -63,12 +64,12 @@ def run_file(path: str) -> dict:
     """The settings that a config file sets; any error in the file becomes one line that names it."""
     if not path.endswith(".py"):
         raise ConfigError(f"argument '{path}': a config file ends in .py and a setting is written --name=value")
+    if not os.path.exists(path):
+        raise ConfigError(f"config file '{path}' does not exist")
     try:
         names = runpy.run_path(path)
-    except FileNotFoundError:
-        raise ConfigError(f"config file '{path}' does not exist") from None
     except (Exception, SystemExit) as error:        # the file is the user's program: it can raise anything
-        raise ConfigError(f"config file '{path}' failed: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"config file '{path}' failed: {type(error).__name__}: {' '.join(str(error).split())}") from None
     return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
 
 
@@ -103,7 +104,7 @@ def cast(value, hint, is_text: bool):
             return text.lower() == "true"
         try:
             value = ast.literal_eval(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             try:                                    # the spellings that are no Python literal: inf, nan
                 value = float(text)
             except ValueError:

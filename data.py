@@ -15,6 +15,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -62,8 +63,10 @@ class Tokenizer:
                  no_token: set[int] = frozenset()):
         """no_token: ranks that stand for bytes the vocabulary lacks; they are dropped, as Hugging Face does."""
         self.specials, self.digest, self.nfc, self.no_token = specials, digest, nfc, no_token
-        self.encoding = tiktoken.Encoding("onecard", pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
         ids = [*specials.values(), *(r for r in ranks.values() if r not in no_token)]
+        if len(set(ids)) < len(ids):
+            raise DataError("two tokens have the same id")
+        self.encoding = tiktoken.Encoding("onecard", pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
         self.vocab_size = max(ids) + 1
         self.chat = ("llama3" if "<|start_header_id|>" in specials else "chatml" if "<|im_start|>" in specials else None)
         self.bos = specials.get("<|begin_of_text|>")
@@ -102,7 +105,9 @@ class Tokenizer:
 
 def cut_runs(text: str) -> list[str]:
     """The text in parts, so that no run of spaces or of non-spaces within a part is longer than MAX_RUN."""
-    if len(text) <= MAX_RUN:
+    half = MAX_RUN // 2  # a longer run fills an aligned block of this size; most texts have none
+    blocks = (text[i:i + half] for i in range(0, len(text) - half + 1, half))
+    if len(text) <= MAX_RUN or not any(b.isspace() or b.split(None, 1) == [b] for b in blocks):
         return [text]
     parts, start, run, space = [], 0, 0, text[0].isspace()
     for i, c in enumerate(text):
@@ -173,12 +178,11 @@ def from_tokenizer_json(blob: bytes, digest: str) -> Tokenizer:
     for token, i in model["vocab"].items():
         if token not in specials:
             ranks[bytes(to_byte[c] for c in token)] = i
-    last = -1
-    for merge in model["merges"]:
-        i = model["vocab"]["".join(merge.split(" ") if isinstance(merge, str) else merge)]
-        if i < last:
-            raise DataError("merges are not in the order of their ids, which tiktoken needs")
-        last = i
+    made = [model["vocab"]["".join(merge.split(" ") if isinstance(merge, str) else merge)] for merge in model["merges"]]
+    if made != sorted(made):
+        raise DataError("merges are not in the order of their ids, which tiktoken needs")
+    if not model.get("ignore_merges") and {i for token, i in ranks.items() if len(token) > 1} - set(made):
+        raise DataError("the vocabulary has tokens that no merge makes, which tiktoken would use")
     spare = max([*ranks.values(), *specials.values()]) + 1
     no_token = set()
     for b in range(256):
@@ -195,14 +199,15 @@ def split_pattern(pre: dict) -> str:
     """The regular expression that a pre_tokenizer section stands for."""
     steps = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     kinds = [s["type"] for s in steps]
-    if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True) and steps[0]["behavior"] == "Isolated" \
-            and not steps[0].get("invert"):
-        return steps[0]["pattern"]["Regex"]
-    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
-        return DIGITS_GPT2_PATTERN
-    if kinds == ["ByteLevel"]:
-        return GPT2_PATTERN
-    raise DataError(f"pre-tokenizer {kinds} is not supported")
+    own_regex = steps[-1].get("use_regex", True)
+    if not steps[-1].get("add_prefix_space"):
+        if kinds == ["Split", "ByteLevel"] and not own_regex and steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"):
+            return steps[0]["pattern"]["Regex"]
+        if kinds == ["Digits", "ByteLevel"] and own_regex and steps[0]["individual_digits"]:
+            return DIGITS_GPT2_PATTERN
+        if kinds == ["ByteLevel"] and own_regex:
+            return GPT2_PATTERN
+    raise DataError(f"pre-tokenizer {kinds} with these options is not supported")
 
 
 def byte_characters() -> dict[int, str]:
@@ -225,7 +230,7 @@ def find_files(data: str) -> list[str]:
     """The files that a path, a folder or a glob pattern names, sorted. DataError if there are none."""
     if os.path.isfile(data):
         return [data]
-    pattern = os.path.join(data, "**", "*") if os.path.isdir(data) else data
+    pattern = os.path.join(glob.escape(data), "**", "*") if os.path.isdir(data) else data
     files = sorted(f for f in glob.glob(pattern, recursive=True) if f.endswith((".txt", ".md", ".json", ".jsonl")) and os.path.isfile(f))
     if not files:
         raise DataError(f"data '{data}': no such file, or no .txt, .md, .json or .jsonl file in it")
@@ -296,10 +301,10 @@ def blocks(lines):
         yield "".join(block)
 
 
-def open_text(path):
-    """UTF-8 with or without byte order mark, whatever the locale; in text files line ends become \\n."""
+def open_text(path, newline=None):
+    """UTF-8 with or without byte order mark, whatever the locale; line ends become \\n, unless newline says otherwise."""
     try:
-        return _Utf8(open(path, encoding="utf-8-sig", errors="strict"), path)
+        return _Utf8(open(path, encoding="utf-8-sig", newline=newline), path)
     except OSError as error:
         raise DataError(f"data '{path}': {error.strerror}") from None
 
@@ -329,7 +334,7 @@ def json_rows(path: str):
     """Yields (row, where) of a .jsonl file, or of a .json file that holds one array, without reading it all at once."""
     with open_text(path) as f:
         head = f.read(4096).lstrip()
-    with open_text(path) as f:
+    with open_text(path, newline="\n") as f:
         if not head.startswith("["):
             for number, line in enumerate(f, 1):  # a file's lines end at \n only, unlike str.splitlines()
                 if line.strip():
@@ -338,25 +343,25 @@ def json_rows(path: str):
                     except (ValueError, RecursionError) as error:
                         raise DataError(f"{path}:{number}: not JSON ({str(error)[:80]})") from None
             return
-        decoder, buffer, number, end = json.JSONDecoder(), f.read(1 << 20).lstrip()[1:], 0, False
+        decoder, buffer, at, number = json.JSONDecoder(), f.read(1 << 20).lstrip(), 1, 0
+        gap = re.compile(r"[ \t\r\n,]*")
         while True:
-            buffer = buffer.lstrip(" \t\r\n,")
-            if buffer.startswith("]"):
+            at = gap.match(buffer, at).end()
+            if buffer.startswith("]", at):
+                if (buffer[at + 1:] + f.read()).strip():
+                    raise DataError(f"{path}: something follows the array, after row {number}")
                 return
             try:
-                row, used = decoder.raw_decode(buffer)
-                if used == len(buffer) and not end:
-                    raise ValueError("the row may go on")
+                row, used = decoder.raw_decode(buffer, at)
             except (ValueError, RecursionError) as error:
-                more = f.read(max(1 << 20, len(buffer)))
-                end = not more
-                if end:
+                more = f.read(max(1 << 20, len(buffer) - at))
+                if not more:
                     raise DataError(f"{path}: row {number + 1} is not JSON ({str(error)[:80]})") from None
-                buffer += more
+                buffer, at = buffer[at:] + more, 0
                 continue
             number += 1
             yield row, f"{path}: row {number}"
-            buffer = buffer[used:]
+            at = used
 
 
 def read_row(row):
@@ -379,7 +384,7 @@ def read_row(row):
         chat = [("system", content_text(row["system"]), False)] if row.get("system") else []
         return "chat", [*chat, ("user", "\n\n".join(filter(None, question)), False), ("assistant", answer, True)]
     if "prompt" in row and "completion" in row:
-        if isinstance(row["prompt"], list):
+        if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
             return "chat", [read_turn(t) for t in [*row["prompt"], *row["completion"]]]
         return "chat", [("user", content_text(row["prompt"]), False), ("assistant", content_text(row["completion"]), True)]
     if "text" in row:
@@ -391,7 +396,7 @@ def read_turn(turn):
     if not isinstance(turn, dict):
         raise DataError(f"a message must be an object, not {type(turn).__name__}")
     name = turn.get("role", turn.get("from"))
-    if name not in ROLES:
+    if not isinstance(name, str) or name not in ROLES:
         raise DataError(f"unknown role {name!r}")
     weight = turn.get("weight", turn.get("loss_weight", 1))
     if weight not in (0, 1):
@@ -480,8 +485,11 @@ def fingerprint(data: str, tokenizer: Tokenizer, **settings) -> str:
         digest.update(json.dumps(pydoc_texts(), sort_keys=True).encode())
     else:
         for path in find_files(data):
-            with open(path, "rb") as f:
-                digest.update(os.path.basename(path).encode() + hashlib.file_digest(f, "sha256").digest())
+            try:
+                with open(path, "rb") as f:
+                    digest.update(os.path.basename(path).encode() + hashlib.file_digest(f, "sha256").digest())
+            except OSError as error:
+                raise DataError(f"data '{path}': {error.strerror}") from None
     return digest.hexdigest()[:16]
 
 
@@ -502,14 +510,14 @@ def prepare(data: str, tokenizer: Tokenizer, cache_dir: str, seq_len: int, val_f
     try:
         with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
             return Prepared(folder, json.load(f))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     except ValueError:
         raise DataError(f"prepared data '{folder}' is damaged; delete the folder to prepare it anew") from None
     work = f"{folder}.{os.getpid()}.tmp"
     shutil.rmtree(work, ignore_errors=True)
-    os.makedirs(work)
     try:
+        os.makedirs(work)
         packers = {split: Packer(work, split, seq_len) for split in ("train", "val")}
         counts, start, shown, number = Counter(), time.time(), time.time(), 0
         for source, fixed_split in ((data, "train" if val_data else None), *(((val_data, "val"),) if val_data else ())):
@@ -539,8 +547,10 @@ def prepare(data: str, tokenizer: Tokenizer, cache_dir: str, seq_len: int, val_f
             shutil.rmtree(work)
         else:
             os.rename(work, folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError):  # the disk is full, or cache_dir can't be written
+            raise DataError(f"data can't be prepared in '{cache_dir}': {error}") from None
         raise
     return Prepared(folder, meta)
 
@@ -761,6 +771,7 @@ def show(prepared: Prepared, tokenizer: Tokenizer, n: int):
 
 def main():
     from dataclasses import dataclass as settings
+    from typing import Literal
     import configurator
 
     @settings
@@ -768,9 +779,9 @@ def main():
         tokenizer: str = "byte"               # 'byte', tokenizer.model, tokenizer.json, or a folder with one
         seq_len: int = 2048                   # tokens per row
         val_fraction: float = 0.0             # share of documents kept for validation
-        text_documents: str = "file"          # 'file' or 'block': blank lines separate documents
+        text_documents: Literal["file", "block"] = "file"  # one document per text file, or blank lines separate documents
         train_on_input: bool = False          # learn users' turns too
-        chat_template: str | None = None      # 'llama3' or 'chatml'; None: the tokenizer's
+        chat_template: Literal["llama3", "chatml"] | None = None  # None: what the tokenizer is made for
         cache_dir: str = "cache"              # prepared rows
         show: int = 0                         # print this many samples
 
@@ -778,6 +789,9 @@ def main():
         sys.exit(__doc__.split("\n\n")[1].strip())
     try:
         cfg, _ = configurator.parse(Config, sys.argv[2:])
+        if cfg.seq_len < 2 or not 0 <= cfg.val_fraction < 1:
+            raise configurator.ConfigError("'seq_len' must be at least 2, 'val_fraction' in [0, 1)")
+        sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character of the data
         tokenizer = load_tokenizer(cfg.tokenizer)
         prepared = prepare(sys.argv[1], tokenizer, cfg.cache_dir, cfg.seq_len, cfg.val_fraction, None, cfg.text_documents,
                            cfg.train_on_input, cfg.chat_template)

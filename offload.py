@@ -160,12 +160,12 @@ class ActivationOffload:
         dense = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) + 1 == tensor.numel()
         if (tensor.device.type != self.device.type or not tensor.is_floating_point() or tensor.numel() < self.min_elements
                 or not dense or tensor.untyped_storage().data_ptr() in self.param_storages):
-            return tensor
+            return tensor.detach()  # with its grad_fn, the graph would hold itself
         saved = _Saved(self, tensor)
         with _on(self.out_stream) as copied:
             saved.host.copy_(tensor, non_blocking=True)
         saved.copied = copied()
-        self.copying.append((tensor, saved.copied))
+        self.copying.append((tensor.detach(), saved.copied))
         self.settle(self.IN_FLIGHT)
         self.saved[saved.index] = saved
         self.packed += 1

@@ -62,10 +62,13 @@ def code_book(signed: bool, device: torch.device):
 
 
 def quantize(x: torch.Tensor, signed: bool):
-    """x fp32 [blocks, 256] -> nearest codes uint8 [blocks, 256] and scales fp32 [blocks]. Zero keeps its exact code."""
+    """
+    x fp32 [blocks, 256] -> nearest codes uint8 [blocks, 256] and scales fp32 [blocks]. A signed zero keeps its exact code.
+    An unsigned one gets the smallest positive value: v rounded to 0 while m is not would make the next step m / eps.
+    """
     scale = x.abs().amax(1)
     unit = x / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    return torch.bucketize(unit, code_book(signed, x.device)[1]).to(torch.uint8), scale
+    return torch.bucketize(unit, code_book(signed, x.device)[1]).clamp(min=0 if signed else 1).to(torch.uint8), scale
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:
@@ -114,15 +117,15 @@ def adam8bit_torch(p, g, state, h, offset, keys, scale):
         p.copy_(weights)
         return
     bits = weights.view(torch.int32).long() & 0xFFFFFFFF
-    random = random_bits(offset, n, keys, p.device) if keys else torch.full_like(bits, 0x8000 if residual is None else 0x80)
+    random = random_bits(offset, n, keys, p.device) if keys else torch.full_like(bits, 0x8000 if residual is None else 0x8100)
     if residual is None:
         if keys is None:
             random += (bits >> 16 & 1) - 1  # to nearest, ties to even
         p.copy_(from_high_bits(bits + (random & 0xFFFF) >> 16))
     else:
-        bits = bits + (random & 0xFF) >> 8  # 24 bits are kept: the upper 16 as the weight, the rest as residual
-        high = bits + 0x80 >> 8
-        residual[:n].copy_(bits - (high << 8))
+        bits = bits + (random & 0x1FF) >> 9  # 23 bits are kept; the weight is their upper 16, rounded with other random bits
+        high = bits + (random >> 9 & 0x7F) >> 7  # (to nearest, the model would not see an update below half a step of bf16)
+        residual[:n].copy_(bits - (high << 7))  # in [-127, 127]
         p.copy_(from_high_bits(high))
 
 
@@ -132,9 +135,9 @@ def from_high_bits(high: torch.Tensor) -> torch.Tensor:
 
 
 def join_residual(p: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """The fp32 weights [n] that bf16 p [n] and the 8 bits below it, int8 [n], stand for."""
+    """The fp32 weights [n] that bf16 p [n] and the residual, int8 [n] in 1/128 of p's last place, stand for."""
     high = p.view(torch.int16).long() & 0xFFFF
-    bits = (high << 8) + residual << 8 & 0xFFFFFFFF
+    bits = (high << 7) + residual << 9 & 0xFFFFFFFF
     return ((bits ^ 0x80000000) - 0x80000000).to(torch.int32).view(torch.float32)
 
 
@@ -192,7 +195,7 @@ if triton:
         k = n * tl.where(above, unit * (2 / 9) + (16 / 9), unit * (10 / 9) + (8 / 9)) - 0.5
         k = tl.minimum(k, tl.where(above, 512.0, 2.0 * n - 1.0)) + ROUND
         k = k.to(tl.int32, bitcast=True) - 0x4B400000
-        k = tl.where(x < (2.75e-7 if first == 1 else 1.625e-7), first - 1, k)
+        k = tl.where(x < 2.75e-7, 0, k) if first == 1 else tl.maximum(k, 2)                # unsigned: never 0, see quantize
         return tl.where(x > 1.0 - 0.225 / (64 * first), 128 * first, k)
 
     @triton.jit(do_not_specialize=["n", "offset", "key1", "key2"])
@@ -235,7 +238,7 @@ if triton:
         else:
             bits = p.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
             if RESIDUAL:
-                bits = (bits.to(tl.int32) + (tl.load(residual_ptr + at, inside).to(tl.int32) << 8)).to(tl.uint32)
+                bits = (bits.to(tl.int32) + (tl.load(residual_ptr + at, inside).to(tl.int32) << 9)).to(tl.uint32)
             bits = (bits.to(tl.float32, bitcast=True) * decay - update).to(tl.uint32, bitcast=True)
             if STOCHASTIC:
                 x = (at + offset).to(tl.uint32) ^ key1.to(tl.uint32)
@@ -243,12 +246,11 @@ if triton:
                 x = (x ^ (x >> 15)) * 0x846CA68B
                 random = x ^ (x >> 16)
             if RESIDUAL:
-                if STOCHASTIC:
-                    bits = bits + (random & 0xFF) >> 8
-                else:
-                    bits = bits + 0x80 >> 8
-                high = bits + 0x80 >> 8
-                tl.store(residual_ptr + at, (bits - (high << 8)).to(tl.int8), inside)
+                if not STOCHASTIC:
+                    random = tl.full(at.shape, 0x8100, tl.uint32)
+                bits = bits + (random & 0x1FF) >> 9
+                high = bits + (random >> 9 & 0x7F) >> 7
+                tl.store(residual_ptr + at, (bits - (high << 7)).to(tl.int8), inside)
             else:
                 if STOCHASTIC:
                     high = bits + (random & 0xFFFF) >> 16
@@ -280,12 +282,16 @@ def adam8bit_step(p, g, state, h, offset, keys, scale):
         adam8bit_torch(p[a:a + part], g[a:a + part], piece, h, offset + a, keys, scale)
 
 
-def adam32_step(p, g, m, v, h, scale):
-    """One Adam step with fp32 states m and v, in place; no decay."""
+def adam32_step(p, g, m, v, h, keys, scale):
+    """One Adam step with fp32 states m and v, in place; bf16 weights are rounded as in adam8bit_torch."""
     g = g.float() * scale
     m.lerp_(g, 1 - h.beta1)
     v.lerp_(g * g, 1 - h.beta2)
-    p.copy_(p.float() - h.step_size * m / (v.sqrt() + h.eps))
+    weights = p.float() * h.decay - h.step_size * m / (v.sqrt() + h.eps)
+    if keys and p.dtype != torch.float32:
+        random = random_bits(0, p.numel(), keys, p.device).view(p.shape)
+        weights = from_high_bits(weights.view(torch.int32) + (random & 0xFFFF) >> 16)
+    p.copy_(weights)
 
 
 # -----------------------------------------------------------------------------
@@ -432,7 +438,7 @@ class Adam8bit(_InBackward):
                  residual=False, grad_clip=0.0, allocate=functools.partial(torch.zeros, dtype=torch.uint8),
                  page_elements=2 ** 25, buffer_bytes=2 ** 30, resident_bytes=0):
         """
-        named_params in the order of the forward pass. residual: keep 8 more bits of each bf16 weight with the states.
+        named_params in the order of the forward pass. residual: keep 7 more bits of each bf16 weight, in one byte, with the states.
         grad_clip: limit of the global gradient norm, as torch.nn.utils.clip_grad_norm_ has it; 0: none.
         page_elements, buffer_bytes, resident_bytes, allocate: see Pages.
         """
@@ -523,9 +529,9 @@ class Adam8bit(_InBackward):
         """One parameter's step; its gradient is given, or lies with its pages."""
         decay = self.weight_decay if p.dim() >= 2 else 0.0
         h = Hyper(self.lr, self.beta1, self.beta2, self.eps, decay, self.steps)
-        if p in self.small:
-            return adam32_step(p, grad, *self.small[p], h, self.scale)
         keys = random_keys(self.seed, self.steps, self.names[p]) if self.stochastic else None
+        if p in self.small:
+            return adam32_step(p, grad, *self.small[p], h, keys, self.scale)
         flat, grad = p.view(-1), None if grad is None else grad.reshape(-1)
         for page, start, end, place in self.slices[p]:
             state = self.views(self.pages.use(page), page, place, end - start)

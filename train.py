@@ -60,7 +60,7 @@ class Config:
     # optimizer
     optimizer: Literal["adam8bit", "bnb_paged_adamw8bit", "adamw"] = "adam8bit"  # ours, bitsandbytes', torch's
     rounding: Literal["stochastic", "nearest"] = "stochastic"  # of bf16 weights; nearest loses small updates
-    master: Literal["none", "residual"] = "none"  # residual: 8 more bits of each bf16 weight, paged with the states
+    master: Literal["none", "residual"] = "none"  # residual: 7 more bits of each bf16 weight, paged with the states
     skip_nonfinite: int = 0              # this many steps with a non-finite loss (with grad_clip: gradient) are skipped
     learning_rate: float = 3e-3          # peak of the schedule
     min_lr: float = 3e-4                 # at the end of the decay
