@@ -2,14 +2,16 @@
 Generate text with a finetuned model.
 
     python sample.py out --prompt='The "for" statement'      continue a text
-    python sample.py out --chat=true                         talk to it (a model that learned conversations)
+    python sample.py weights/smollm2-135m-instruct           talk to it, where there is a terminal; or --prompt='...'
 
-The first argument is a run folder or a folder with Llama weights.
+The first argument is a run folder or a folder with Llama weights. Whether it is talked to follows from what it was made
+for: a run that learned conversations, a folder with a chat template. --chat decides otherwise.
 """
 
 import os
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -56,14 +58,18 @@ def choose(logits: torch.Tensor, temperature: float, top_p: float, generator) ->
 
 
 def load(path: str, device: str, dtype: str):
-    """(model, tokenizer) from a run folder or a folder with weights."""
+    """(model, tokenizer, whether it is made for conversations) from a run folder or a folder with weights."""
     settings_path = os.path.join(path, "config.json")
     settings = checkpoint.read_json(settings_path) if os.path.isfile(settings_path) else {}
     if "out_dir" in settings:  # a run folder: its config.json holds the run's settings
         folder = checkpoint.newest(path)
+        chat = checkpoint.load_state(folder).get("chat", False)
         tokenizer = settings["tokenizer"] or ("byte" if settings["init_from"] == "scratch" else settings["init_from"])
     else:
         folder = tokenizer = path
+        extra = os.path.join(path, "tokenizer_config.json")
+        chat = os.path.isfile(os.path.join(path, "chat_template.jinja")) or (
+            os.path.isfile(extra) and "chat_template" in checkpoint.read_json(extra))
     tokenizer = data.load_tokenizer(tokenizer)
     with torch.device("meta"):
         model = Llama(checkpoint.read_config(folder), getattr(torch, dtype))
@@ -71,33 +77,35 @@ def load(path: str, device: str, dtype: str):
     if model.config.tie_word_embeddings:
         model.output.weight = model.tok_embeddings.weight
     checkpoint.load_weights(model, folder)
-    return model, tokenizer
+    return model, tokenizer, chat
 
 
 @dataclass
 class Config:
     prompt: str = ""              # text to continue, or with chat the user's message
-    chat: bool = False            # use the chat template; interactive if there is no prompt
+    chat: bool | None = None      # use the chat template; None: if the model was made for it
     system: str = ""              # system message of a chat
     max_tokens: int = 500         # at most this many new tokens
     temperature: float = 0.8      # 0: always the most likely token
     top_p: float = 0.95           # sample among the likeliest tokens that hold this probability
     seed: int = 0                 # same seed, same text
-    device: str = "auto"          # 'cuda', 'cpu'; auto: the GPU if there is one
-    dtype: str = "bfloat16"       # of the weights
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: the GPU if there is one
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the weights
 
 
 def main(argv=None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal can't show
     if not argv or argv[0].startswith("-"):
         print(__doc__.strip(), "\n", configurator.help_text(Config), sep="\n")
         return 0 if "--help" in argv or "-h" in argv else 2
     try:
         cfg, _ = configurator.parse(Config, argv[1:])
         device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
-        if cfg.dtype not in ("bfloat16", "float32") or device not in ("cuda", "cpu"):
-            raise configurator.ConfigError("dtype is bfloat16 or float32, device is auto, cuda or cpu")
-        model, tokenizer = load(argv[0], device, cfg.dtype)
+        if not cfg.prompt and not sys.stdin.isatty():
+            raise configurator.ConfigError("there is no terminal to talk on; give --prompt='...'")
+        model, tokenizer, made_for_chat = load(argv[0], device, cfg.dtype)
 
         def reply(ids):
             text = ""
@@ -107,12 +115,14 @@ def main(argv=None) -> int:
             print()
             return text
 
-        if not cfg.chat:
-            reply([t for t in (tokenizer.bos,) if t is not None] + tokenizer.encode(cfg.prompt) or [0])
-            return 0
         chat = [("system", cfg.system, False)] if cfg.system else []
         while True:
             question = cfg.prompt or input("> ")
+            if not (made_for_chat if cfg.chat is None else cfg.chat):
+                reply([t for t in (tokenizer.bos,) if t is not None] + tokenizer.encode(question))
+                if cfg.prompt:
+                    return 0
+                continue
             chat.append(("user", question, False))
             ids = []
             for segment, _ in data.chat_segments(chat, tokenizer, reply=True):

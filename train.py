@@ -384,7 +384,7 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
     def save():
         nonlocal saved_at
         now = {"step": step, "consumed": loader.consumed, "tokens": tokens, "fingerprint": prepared.meta["fingerprint"],
-               "tokenizer": tokenizer.digest, "settings": dataclasses.asdict(cfg)}
+               "tokenizer": tokenizer.digest, "chat": "chat documents" in prepared.meta["counts"], "settings": dataclasses.asdict(cfg)}
         checkpoint.save(cfg.out_dir, model, optimizer, now, cfg.keep_checkpoints)
         saved_at = step
         say(f"saved {cfg.out_dir}/step_{step:06d}")
@@ -470,6 +470,8 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
 
 def main(argv=None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal can't show
     if any(a in ("-h", "--help") for a in argv):
         print(__doc__.strip(), "\n", configurator.help_text(Config), sep="\n")
         return 0
