@@ -409,6 +409,8 @@ class _InBackward:
 
     def hook(self, p):
         grad, p.grad = p.grad, None
+        if grad is None:  # a function returned None for it; finish says so
+            return
         self.norms[p] = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self.take(p, grad)
 

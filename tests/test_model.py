@@ -132,6 +132,11 @@ def test_the_norm_adds_eps_to_the_mean_square():
     assert torch.allclose(norm(torch.full((1, 64), 1e-3)), torch.tensor(1e-3 / math.sqrt(1.1e-5)), rtol=1e-6)
 
 
+def test_the_norm_of_bf16_is_computed_in_fp32_and_rounded_once():
+    x, weight = torch.randn(8, 64).bfloat16(), torch.randn(64)
+    assert torch.equal(llama.rms_norm(x, weight, 1e-5), llama.rms_norm(x.float(), weight, 1e-5).bfloat16())
+
+
 # -----------------------------------------------------------------------------
 # rotary frequencies
 

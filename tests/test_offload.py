@@ -166,6 +166,13 @@ def test_backward_can_run_twice():
     assert torch.equal(torch.autograd.grad(y, x)[0], first) and torch.equal(first, x.exp())
 
 
+def test_the_tensor_needed_next_is_fetched_ahead():
+    offloader, tensors = offload.ActivationOffload([], CPU, ahead=2), [torch.randn(64, 64) for _ in range(4)]
+    saved = [offloader.pack(t) for t in tensors]
+    assert torch.equal(offloader.unpack(saved[3]), tensors[3])
+    assert [s.device_copy is not None for s in saved] == [False, True, False, False]
+
+
 # -----------------------------------------------------------------------------
 # host memory
 

@@ -115,6 +115,7 @@ def plain_loss(model, batches):
 
 
 def plain_adamw(params, lr, weight_decay=0.0, **settings):
+    params = list(params)
     groups = [{"params": [p for p in params if (p.dim() >= 2) == matrix], "weight_decay": weight_decay * matrix} for matrix in (True, False)]
     return torch.optim.AdamW(groups, lr=lr, **settings)
 
@@ -138,7 +139,7 @@ def train_both_ways(make_optimizer, tied, steps):
         loss.backward()
         losses[1].append(loss.item())
         want = torch.nn.utils.get_total_norm([p.grad for p in models[1].parameters()])
-        assert norm.item() == pytest.approx(want.item(), rel=0.05)
+        assert norm.item() == pytest.approx(want.item(), rel=0.02)
         theirs.step()
     return (losses[0], models[0]), (losses[1], models[1]), start
 
@@ -150,10 +151,10 @@ def test_twenty_steps_follow_plain_adamw_within_8_bits(tied):
 
     (got, ours), (want, theirs), start = train_both_ways(adam8bit, tied, 20)
     assert want[-1] < 0.8 * want[0]
-    assert got == pytest.approx(want, rel=0.01)
+    assert got == pytest.approx(want, rel=1e-3)
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters()):
-        # a code is off by up to 5 % of its value; over 20 steps and many elements that averages out
-        assert distance(p, q) < 0.05 * distance(q, start[name]), name
+        # most codes are less than 3 % off their value, m's and v's alike, and their errors are independent
+        assert distance(p, q) < 0.04 * distance(q, start[name]), name
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -164,7 +165,7 @@ def test_three_steps_with_torchs_adamw_in_the_hooks_equal_plain_ones(tied):
     (got, ours), (want, theirs), start = train_both_ways(adamw, tied, 3)
     assert got == pytest.approx(want, rel=1e-5)
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters()):
-        assert distance(p, q) < 1e-3 * distance(q, start[name]), name
+        assert distance(p, q) < 1e-4 * distance(q, start[name]), name
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -301,8 +302,7 @@ def test_weights_without_gradient_do_not_move(half, dtype):
         half(g).zero_()
         step(optimizer, [g])
     assert torch.equal(half(p), half(start))
-    moved = half(torch.ones(64, 128)) if False else (p != start)
-    assert moved.float().mean() == 0.5
+    assert (p != start).float().mean() == 0.5
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0])
@@ -436,15 +436,16 @@ def test_rounding_to_nearest_is_torchs():
     assert torch.equal(p, (start.float() * (1 - 1e-2 * 0.3)).bfloat16())
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-def test_a_residual_keeps_24_bits_of_each_weight(rounding):
+@pytest.mark.parametrize("rounding, ulps", [("stochastic", 1.0), ("nearest", 0.5)])
+def test_a_residual_keeps_7_bits_below_each_weight(rounding, ulps):
     start = random(64, 128, dtype=torch.bfloat16)
     p, optimizer = one(start, rounding=rounding, residual=True, weight_decay=0.3)
     step(optimizer, [torch.zeros_like(start)], lr=1e-2)
     exact = start.float() * (1 - 1e-2 * 0.3)
     joined = optim.join_residual(p.view(-1), dict(optimizer.state())["w"]["residual"]).view(p.shape)
-    assert ((joined - exact).abs() <= exact.abs() * (2 ** -15 if rounding == "stochastic" else 2 ** -16)).all()
-    assert ((p - exact).abs() <= exact.abs() * 2 ** -8).all()  # the weight itself is the nearest bf16, within the residual's last bit
+    ulp = 2.0 ** (exact.abs().log2().floor() - 7)
+    assert ((joined - exact).abs() <= ulps * ulp / 128).all()
+    assert ((p - exact).abs() <= (ulps + 1 / 128) * ulp).all()
 
 
 def test_a_residual_follows_fp32_weights_closer_than_rounding_does():
@@ -604,7 +605,8 @@ def test_a_stock_state_loads_bit_for_bit(kind):
     with torch.no_grad():
         for name in first:
             second[name].copy_(first[name])
-    other.load_state(dict(optimizer.state()).__getitem__, optimizer.steps)
+    saved = {name: {k: t.clone() for k, t in state.items()} for name, state in optimizer.state()}
+    other.load_state(saved.__getitem__, optimizer.steps)
     assert other.steps == 3 and equal(states(other), states(optimizer))
     assert all(t.dtype == states(optimizer)[k].dtype for k, t in states(other).items())
     for o, params in ((optimizer, first), (other, second)):
@@ -617,9 +619,9 @@ def test_a_stock_state_loads_bit_for_bit(kind):
 
 def compare_kernel():
     """The kernel against plain torch; run in a process that has TRITON_INTERPRET=1 from its start."""
-    n, blocks = 256 * 10 + 77, 11
+    n, blocks = 256 * 7 + 77, 8
     for dtype, residual in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)):
-        for keys in (None, (123456789, 3987654321)):
+        for keys, rows in ((None, 1), ((123456789, 3987654321), 4)):
             p = (random(n) * 0.02).to(dtype)
             state = {k: torch.zeros(blocks * 256, dtype=torch.uint8) for k in "mv"} | {f"{k}_scale": torch.zeros(blocks) for k in "mv"}
             state["residual"] = torch.zeros(blocks * 256, dtype=torch.int8) if residual else None
@@ -629,7 +631,7 @@ def compare_kernel():
                 q, other = p.clone(), {k: None if t is None else t.clone() for k, t in state.items()}
                 h, scale = optim.Hyper(1e-4, 0.9, 0.95, 1e-8, 0.1, i), torch.full((1,), 0.5)
                 optim.adam8bit_torch(p, g, state, h, 512, keys, scale)
-                optim.adam8bit_triton(q, g, other, h, 512, keys, scale)
+                optim.adam8bit_triton(q, g, other, h, 512, keys, scale, rows)
                 for key in "mv":  # codes differ where a value lies between two by less than rounding
                     off = (state[key][:n].int() - other[key][:n].int()).abs()
                     assert off.max() <= 1 and (off > 0).float().mean() < 0.003, (key, off)
