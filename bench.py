@@ -19,6 +19,7 @@ import numpy as np
 import train  # before torch: it sets the allocator's options
 import configurator
 import data
+import monitor
 import torch
 from model import PRESETS
 
@@ -94,8 +95,8 @@ def main() -> int:
     rate = tokens / ms * 1000
     n_params = sum(p.numel() for p in model.parameters())
     name = torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()
-    peak = train.peak_flops(name) if cuda else None
-    mfu = f"{100 * rate * train.flops_per_token(n_params, config, cfg.seq_len) / peak:.1f} %" if peak else "-"
+    peak = monitor.peak_flops(name) if cuda else None
+    mfu = f"{100 * rate * monitor.flops_per_token(n_params, config, cfg.seq_len) / peak:.1f} %" if peak else "-"
     GiB = 2 ** 30
     if cuda:  # freed segments go back to the driver, so the device's peak is the allocator's plus what is not torch's
         used = (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()) / GiB
@@ -108,7 +109,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|")
     travelling = 2 * getattr(getattr(optimizer, "pages", None), "host_bytes", 0) + (2 * offloader.packed_bytes // len(times) if offloader else 0)
     print(f"| {tokens:,} | {ms:.0f} | {rate:,.0f} | {mfu} | {peak_gib:.2f} / {reserved:.2f} / {allocated:.2f} | "
-          f"{train.host_gb():.1f} | {travelling / 1e9 if cuda else 0:.1f} |")
+          f"{monitor.host_gb():.1f} | {travelling / 1e9 if cuda else 0:.1f} |")
     return 0
 
 

@@ -10,6 +10,7 @@ save, load                  a checkpoint of a run: the same safetensors layout, 
 Everything is streamed tensor by tensor or shard by shard: no second copy of the model is ever in memory.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -390,10 +391,53 @@ def check_disk(folder: str, needed: int, what: str):
         raise CheckpointError(f"{what} needs {needed / 1e9:.1f} GB on the disk of '{folder}', {free / 1e9:.1f} GB are free")
 
 
-def save(run_dir: str, model: Llama, optimizer, state: dict, keep: int, tokenizer_source: str | None = None):
+@contextlib.contextmanager
+def lock(run_dir: str):
     """
-    Writes run_dir/step_000100 under a temporary name, renames it, points run_dir/latest at it, and removes all but the
-    newest `keep` checkpoints. If anything fails, what was written is removed and earlier checkpoints are as they were.
+    Holds run_dir/lock, with this process's number in it, for as long as the process lives; CheckpointError if another
+    one has it. The system drops the lock with the process, so one left behind by a crash does not matter.
+    """
+    with open(os.path.join(run_dir, "lock"), "a+", encoding="utf-8") as f:
+        try:
+            if os.name == "nt":
+                import msvcrt
+                msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            f.seek(0)
+            raise CheckpointError(f"'{run_dir}' is in use by process {f.read().strip() or 'unknown'}; choose another --out_dir") from None
+        f.seek(0)
+        f.truncate()
+        f.write(f"{os.getpid()}\n")
+        f.flush()
+        yield
+
+
+def point(run_dir: str, pointer: str, name: str):
+    """Makes run_dir/pointer ('latest', 'best') a text file that names a checkpoint, in one step."""
+    with open(os.path.join(run_dir, f"{pointer}.tmp"), "w", encoding="utf-8") as f:
+        f.write(name + "\n")
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(os.path.join(run_dir, f"{pointer}.tmp"), os.path.join(run_dir, pointer))
+
+
+def pointed(run_dir: str, pointer: str) -> str | None:
+    """The complete checkpoint that a pointer names, if there is one."""
+    try:
+        with open(os.path.join(run_dir, pointer), encoding="utf-8") as f:
+            name = f.read().strip()
+    except (OSError, ValueError):
+        return None
+    return name if re.fullmatch(r"step_\d{6,}", name) and os.path.isfile(os.path.join(run_dir, name, "state.json")) else None
+
+
+def save(run_dir: str, model: Llama, optimizer, state: dict, keep: int, best: bool = False):
+    """
+    Writes run_dir/step_000100 under a temporary name, renames it, points run_dir/latest (and run_dir/best, if it is)
+    at it, and removes all but the newest `keep` checkpoints and the best. If anything fails, what was written is removed and earlier checkpoints are as they were.
     """
     name = f"step_{state['step']:06d}"
     work = os.path.join(run_dir, f"{name}.tmp")
@@ -423,11 +467,8 @@ def save(run_dir: str, model: Llama, optimizer, state: dict, keep: int, tokenize
         write_json(os.path.join(work, "config.json"), hf_config(model.config, str(model.output.weight.dtype).removeprefix("torch.")))
         write_json(os.path.join(work, "state.json"), state | {"optimizer_files": files})
         replace_folder(work, os.path.join(run_dir, name))
-        with open(os.path.join(run_dir, "latest.tmp"), "w", encoding="utf-8") as f:
-            f.write(name + "\n")
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(os.path.join(run_dir, "latest.tmp"), os.path.join(run_dir, "latest"))
+        for pointer in ["latest"] + ["best"] * best:
+            point(run_dir, pointer, name)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(work, ignore_errors=True)
         raise CheckpointError(f"the checkpoint of step {state['step']} could not be written ({error}); earlier ones are intact") from None
@@ -435,7 +476,7 @@ def save(run_dir: str, model: Llama, optimizer, state: dict, keep: int, tokenize
         shutil.rmtree(work, ignore_errors=True)
         raise
     for old in sorted(checkpoints(run_dir))[:-keep] if keep else []:
-        if old < state["step"]:
+        if old < state["step"] and f"step_{old:06d}" != pointed(run_dir, "best"):
             shutil.rmtree(os.path.join(run_dir, f"step_{old:06d}"), ignore_errors=True)
 
 
@@ -447,13 +488,9 @@ def checkpoints(run_dir: str) -> list[int]:
 
 def newest(run_dir: str) -> str:
     """Folder of the newest complete checkpoint: what 'latest' names, else the highest step. CheckpointError if none."""
-    try:
-        with open(os.path.join(run_dir, "latest"), encoding="utf-8") as f:
-            name = f.read().strip()
-        if re.fullmatch(r"step_\d{6,}", name) and os.path.isfile(os.path.join(run_dir, name, "state.json")):
-            return os.path.join(run_dir, name)
-    except (OSError, ValueError):
-        pass
+    name = pointed(run_dir, "latest")
+    if name:
+        return os.path.join(run_dir, name)
     steps = checkpoints(run_dir)
     if not steps:
         raise CheckpointError(f"'{run_dir}': no complete checkpoint there")
@@ -478,7 +515,7 @@ def load_optimizer(optimizer, folder: str, state: dict):
             odd = sorted(set(keys) ^ names)
             raise CheckpointError(f"'{folder}': optimizer states do not belong to this model or optimizer ({odd[0]})")
         optimizer.load_state(lambda name: {part: file.get_tensor(key) for part, (file, key) in keys[name].items()}, state["step"])
-    except (SafetensorError, OSError, RuntimeError, KeyError) as error:
+    except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(f"'{folder}': optimizer states can't be loaded ({type(error).__name__}: {str(error)[:150]})") from None
 
 

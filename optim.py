@@ -270,9 +270,24 @@ def adam8bit_triton(p, g, state, h, offset, keys, scale, rows: int = 1, warps: i
         EVEN=n % (rows * BLOCK) == 0, ROWS=rows, num_warps=warps)
 
 
+@functools.cache
+def kernel_problem(device: torch.device) -> str:
+    """Why the kernel can't run on this GPU, in a few words, or '' if it was tried and can: it needs a C compiler, too."""
+    if triton is None:
+        return "triton is not installed"
+    p = torch.zeros(BLOCK, dtype=torch.bfloat16, device=device)
+    state = {k: torch.zeros(BLOCK, dtype=torch.uint8, device=device) for k in "mv"}
+    state |= {f"{k}_scale": torch.zeros(1, device=device) for k in "mv"}
+    try:
+        adam8bit_triton(p, p, state, Hyper(0.0, 0.9, 0.95, 1e-8, 0.0, 1), 0, (0, 0), torch.ones(1, device=device))
+    except Exception as error:  # a compiler can fail in any way
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+    return ""
+
+
 def adam8bit_step(p, g, state, h, offset, keys, scale):
-    """The kernel where there is one, else plain torch, in parts so that its fp32 temporaries stay small."""
-    if triton and p.is_cuda:
+    """The kernel where it runs, else plain torch, in parts so that its fp32 temporaries stay small."""
+    if p.is_cuda and not kernel_problem(p.device):
         return adam8bit_triton(p, g, state, h, offset, keys, scale)
     part = 2 ** 24
     for a in range(0, p.numel(), part):
@@ -399,6 +414,7 @@ class _InBackward:
     def __init__(self, named_params):
         self.names = {p: name for name, p in named_params}
         self.steps = 0
+        self.metering = False  # Adam8bit: measure what the next step does to the weights, for meter()
         for p in self.names:
             p.register_post_accumulate_grad_hook(self.hook)
 
@@ -485,7 +501,7 @@ class Adam8bit(_InBackward):
 
     def begin(self, lr):
         super().begin(lr)
-        self.waiting, self.cursor, self.sending = {}, 0, collections.deque()
+        self.waiting, self.cursor, self.sending, self.sums = {}, 0, collections.deque(), {}
 
     def take(self, p, grad):
         if self.grad_clip:
@@ -538,9 +554,33 @@ class Adam8bit(_InBackward):
         for page, start, end, place in self.slices[p]:
             state = self.views(self.pages.use(page), page, place, end - start)
             parked = state.pop("grad")
+            before = [None if t is None else t.clone() for t in (flat[start:end], state["residual"])] if self.metering else None
             adam8bit_step(flat[start:end], parked if grad is None else grad[start:end], state, h, start, keys, self.scale)
+            if self.metering:
+                self.measure(self.names[p].split(".")[-2], before, (flat[start:end], state["residual"]), state, h)
             if self.last_on_page[page] is p:
                 self.pages.done(page)
+
+    def measure(self, kind, before, after, state, h, part=2 ** 22):
+        """Adds up, for meter(), what one slice's step did; before and after are (weights, residual or None)."""
+        sums = self.sums.setdefault(kind, torch.zeros(5, dtype=torch.float64, device=self.scale.device))
+        for a in range(0, after[0].numel(), part):
+            piece, blocks = slice(a, a + part), slice(a // BLOCK, (a + part) // BLOCK)
+            old, new = (p[piece].float() if r is None else join_residual(p[piece], r[piece][:len(p[piece])]) for p, r in (before, after))
+            m, v = (dequantize(state[k][piece].view(-1, BLOCK), state[f"{k}_scale"][blocks], k == "m").view(-1)[:len(old)] for k in "mv")
+            wanted, moved = old * (h.decay - 1) - h.step_size * m / (v.sqrt() + h.eps), new - old
+            sums += torch.stack([t.sum(dtype=torch.float64) for t in
+                                 (wanted != 0, (wanted != 0) & (moved == 0), moved * wanted, wanted * wanted, old * old)])
+
+    def meter(self) -> dict[str, dict[str, float]]:
+        """
+        What the last step, if it was metered, did to the matrices, by kind (wq, w1, ...): 'unchanged', the share of
+        elements with an update that stayed as they were; 'kept', how much of the update arrived, as the projection of
+        the change on it (1: all of it on average); 'ratio', the update's norm over the weights'.
+        """
+        sums = {kind: t.tolist() for kind, t in self.sums.items()}
+        return {kind: {"unchanged": still / max(1, n), "kept": along / wanted if wanted else 1.0, "ratio": math.sqrt(wanted / weights) if weights else 0.0}
+                for kind, (n, still, along, wanted, weights) in sums.items()}
 
     def views(self, page_bytes, page, place, n):
         """
@@ -574,8 +614,13 @@ class Adam8bit(_InBackward):
             saved = get(name)
             if p in self.small:
                 for into, key in zip(self.small[p], "mv"):
-                    into.copy_(saved[key])
+                    into.copy_(fitting(saved[key], into.numel(), into.dtype).view_as(into))
                 continue
+            padded = sum(-(-(end - start) // BLOCK) * BLOCK for _, start, end, _ in self.slices[p])
+            for key, dtype in (("m", torch.uint8), ("v", torch.uint8), *((("residual", torch.int8),) if self.residual else ())):
+                fitting(saved[key], padded, dtype)
+            for key in ("m_scale", "v_scale"):
+                fitting(saved[key], padded // BLOCK, torch.float32)
             position = 0
             for page, start, end, place in self.slices[p]:
                 for key, into in self.views(pages[page], page, place, end - start).items():
@@ -591,6 +636,13 @@ class Adam8bit(_InBackward):
         """Bytes of state on the host and on the device."""
         device = sum(2 * m.nbytes for m, _ in self.small.values()) + sum(t.nbytes for t in self.pages.resident.values())
         return {"host": self.pages.host_bytes, "device": device + sum(b.nbytes for b in getattr(self.pages, "buffers", []))}
+
+
+def fitting(tensor: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor, if it has this size and dtype; else ValueError."""
+    if tensor.numel() != numel or tensor.dtype != dtype:
+        raise ValueError(f"a state of {numel} x {dtype} was expected, got {tensor.numel()} x {tensor.dtype}")
+    return tensor
 
 
 class StockOptimizer(_InBackward):
@@ -624,6 +676,11 @@ class StockOptimizer(_InBackward):
     def finish(self):
         norm = super().finish()
         if self.kind == "adamw":
+            if not torch.isfinite(norm):
+                for p in self.names:
+                    p.grad = None
+                self.steps -= 1
+                raise NonFiniteGradient(f"the gradient of {self.worst()} is not finite; nothing was updated")
             if self.grad_clip:
                 torch.nn.utils.clip_grad_norm_(list(self.names), self.grad_clip)
             for p in self.names:

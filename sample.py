@@ -48,6 +48,16 @@ def stream(model: Llama, tokenizer, prompt: list[int], max_tokens: int, temperat
         yield text
 
 
+def prompt_ids(text, tokenizer, chat: bool) -> list[int]:
+    """Token ids to continue: of a text, or with chat of a user's message or of (role, content, learn) turns."""
+    if not chat:
+        return [t for t in (tokenizer.bos,) if t is not None] + (tokenizer.encode(text) or [tokenizer.end_of_text] * (tokenizer.bos is None))
+    ids = []
+    for segment, _ in data.chat_segments([("user", text, False)] if isinstance(text, str) else text, tokenizer, reply=True):
+        ids += tokenizer.encode(segment) if isinstance(segment, str) else [segment]
+    return ids
+
+
 def choose(logits: torch.Tensor, temperature: float, top_p: float, generator) -> int:
     """One token id from fp32 logits [V]."""
     if temperature == 0:
@@ -118,16 +128,10 @@ def main(argv=None) -> int:
         chat = [("system", cfg.system, False)] if cfg.system else []
         while True:
             question = cfg.prompt or input("> ")
-            if not (made_for_chat if cfg.chat is None else cfg.chat):
-                reply([t for t in (tokenizer.bos,) if t is not None] + tokenizer.encode(question))
-                if cfg.prompt:
-                    return 0
-                continue
+            talk = made_for_chat if cfg.chat is None else cfg.chat
             chat.append(("user", question, False))
-            ids = []
-            for segment, _ in data.chat_segments(chat, tokenizer, reply=True):
-                ids += tokenizer.encode(segment) if isinstance(segment, str) else [segment]
-            chat.append(("assistant", reply(ids), False))
+            answer = reply(prompt_ids(chat if talk else question, tokenizer, talk))
+            chat.append(("assistant", answer, False))
             if cfg.prompt:
                 return 0
     except (configurator.ConfigError, data.DataError, checkpoint.CheckpointError) as error:

@@ -28,6 +28,8 @@ import torch
 import checkpoint
 import configurator
 import data
+import forecast
+import monitor
 import offload
 import optim
 import sample
@@ -79,15 +81,29 @@ class Config:
     activation_offloading: bool = False  # keep blocks' inputs in host memory
     loss_chunk: int = 1024               # tokens whose logits exist at one time
     state_buffer_gb: float = 1.0         # GPU memory to page optimizer states through
-    state_resident_gb: float = 0.0       # GPU memory for states that never travel
+    state_resident_gb: float | None = None  # GPU memory for states that never travel; None: what is left over
+    gpu_gb: float | None = None          # GiB of GPU memory to use at most; None: what is free
+    host_gb: float | None = None         # GiB of host memory to use at most; None: what is free
+    dry_run: bool = False                # only say what the run would need, on this machine or one with gpu_gb and host_gb
+    max_hours: float = 0.0               # save and stop after this time, 0: no limit
     # output
     log_every: int = 10                  # steps per log line, 0: off
     eval_every: int = 100                # steps between validations, 0: only at the end
     eval_batches: int = 0                # batches per validation, 0: all
+    eval_only: bool = False              # only the validation loss of init_from, or with resume of the newest checkpoint
+    meter_every: int = 0                 # steps between measurements of what rounding does to the updates, 0: off
     save_every: int = 0                  # steps between checkpoints, 0: only at the end
     keep_checkpoints: int = 2            # newest ones kept
+    keep_best: bool = False              # and the one with the lowest validation loss
+    tensorboard: bool = False            # log to out_dir/tensorboard
+    wandb_project: str | None = None     # log to Weights & Biases
     sample_tokens: int = 200             # length of the sample at the end, 0: none
+    sample_prompt: str = "The "          # what it continues
     export: str | None = None            # folder for the result in Hugging Face's format
+
+
+console = monitor.Console()
+say = console.say
 
 
 class RunError(Exception):
@@ -98,20 +114,6 @@ class NonFinite(RunError):
     """The loss was NaN or infinite before anything was updated."""
 
 
-# bf16 tensor-core peaks with fp32 accumulation, dense, from the vendors' data sheets
-PEAK_FLOPS = {"RTX 3090": 71e12, "RTX 4090": 165.2e12, "RTX 5090": 209.5e12, "A100": 312e12, "H100": 989e12, "H200": 989e12}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """bf16 FLOP/s of a GPU by its name, None if unknown (then no MFU is shown rather than a wrong one)."""
-    return next((v for k, v in PEAK_FLOPS.items() if k in device_name), None)
-
-
-def flops_per_token(n_params: int, config: ModelConfig, seq_len: int) -> int:
-    """6 N + 12 L H D T (PaLM appendix B, nanoGPT): forward and backward, attention not halved, recompute not counted."""
-    return 6 * n_params + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
-
-
 def check(cfg: Config):
     """Settings that contradict each other or are out of range: ConfigError."""
     def need(ok, message):
@@ -119,22 +121,25 @@ def check(cfg: Config):
             raise configurator.ConfigError(message)
     for name in ("seq_len", "batch_size", "gradient_accumulation_steps", "loss_chunk", "keep_checkpoints"):
         need(getattr(cfg, name) >= 1, f"'{name}' must be at least 1, got {getattr(cfg, name)}")
-    for name in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip", "log_every", "eval_every",
-                 "eval_batches", "save_every", "sample_tokens", "state_buffer_gb", "state_resident_gb", "seed", "skip_nonfinite"):
+    for name in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip", "log_every", "eval_every", "eval_batches",
+                 "save_every", "sample_tokens", "state_buffer_gb", "seed", "skip_nonfinite", "meter_every", "max_hours"):
         need(getattr(cfg, name) >= 0, f"'{name}' must not be negative, got {getattr(cfg, name)}")
+    for name in ("gpu_gb", "host_gb", "max_steps", "state_resident_gb"):
+        need(getattr(cfg, name) is None or getattr(cfg, name) >= 0, f"'{name}' must not be negative, got {getattr(cfg, name)}")
     for name in ("beta1", "beta2"):
         need(0 <= getattr(cfg, name) < 1, f"'{name}' must be in [0, 1), got {getattr(cfg, name)}")
     need(cfg.eps > 0, f"'eps' must be positive, got {cfg.eps}")
     need(0 <= cfg.val_fraction < 1, f"'val_fraction' must be in [0, 1), got {cfg.val_fraction}")
-    need(cfg.max_steps is None or cfg.max_steps >= 0, f"'max_steps' must not be negative, got {cfg.max_steps}")
     need(cfg.max_steps is not None or cfg.epochs > 0, f"'epochs' must be positive, got {cfg.epochs}")
     need(cfg.seq_len >= 2, "'seq_len' must be at least 2")
     need(not cfg.grad_clip or cfg.optimizer != "bnb_paged_adamw8bit",
          "'grad_clip' needs the whole gradient at once, but bitsandbytes' optimizer is stepped inside backward; use --optimizer=adam8bit")
     need(cfg.master == "none" or (cfg.optimizer == "adam8bit" and cfg.dtype == "bfloat16"),
          "'master' is for bfloat16 weights with --optimizer=adam8bit")
-    need(cfg.device != "cuda" or torch.cuda.is_available(),
+    need(not cfg.meter_every or cfg.optimizer == "adam8bit", "'meter_every' looks into --optimizer=adam8bit only")
+    need(cfg.device != "cuda" or cfg.dry_run or torch.cuda.is_available(),
          "'device' is cuda, but torch finds no GPU" + ("" if torch.version.cuda else " (this torch is a CPU build)"))
+    need(not monitor.missing_logger(cfg), monitor.missing_logger(cfg))
 
 
 # -----------------------------------------------------------------------------
@@ -156,14 +161,15 @@ def make_model(cfg: Config, config: ModelConfig, device: torch.device, weights: 
     return model
 
 
-def make_optimizer(cfg: Config, model: Llama):
-    common = dict(beta1=cfg.beta1, beta2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay)
+def make_optimizer(cfg: Config, model: Llama, gpu_bytes: int | None = None):
+    """gpu_bytes: what this process may use of the GPU; optimizer states stay there as far as there is room."""
+    common = dict(beta1=cfg.beta1, beta2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay, grad_clip=cfg.grad_clip)
     if cfg.optimizer != "adam8bit":
-        return optim.StockOptimizer(cfg.optimizer, model.named_parameters(), **common, grad_clip=cfg.grad_clip)
-    device = model.norm.weight.device
-    return optim.Adam8bit(model.named_parameters(), **common, rounding=cfg.rounding, seed=cfg.seed, residual=cfg.master == "residual", grad_clip=cfg.grad_clip,
-                          allocate=functools.partial(offload.pinned_zeros, device=device),
-                          buffer_bytes=int(cfg.state_buffer_gb * 1e9), resident_bytes=int(cfg.state_resident_gb * 1e9))
+        return optim.StockOptimizer(cfg.optimizer, model.named_parameters(), **common)
+    return optim.Adam8bit(model.named_parameters(), **common, rounding=cfg.rounding, seed=cfg.seed, residual=cfg.master == "residual",
+                          allocate=functools.partial(offload.pinned_zeros, device=model.norm.weight.device),
+                          buffer_bytes=int(cfg.state_buffer_gb * 1e9),
+                          resident_bytes=int(1e9 * forecast.resident_gb(cfg, model.config, gpu_bytes)))
 
 
 def make_run_layer(cfg: Config, model: Llama):
@@ -172,6 +178,17 @@ def make_run_layer(cfg: Config, model: Llama):
     if cfg.activation_offloading:
         offloader = offload.ActivationOffload(model.parameters(), model.norm.weight.device, ahead=cfg.gradient_accumulation_steps)
     return functools.partial(offload.run_layer, recompute=cfg.activation_checkpointing, offload=offloader), offloader
+
+
+def compile_blocks(cfg: Config, model: Llama, device: torch.device, log=print):
+    """Compile what can be compiled, and say so where a setting asks for what the machine can't do."""
+    problem = optim.kernel_problem(device) if device.type == "cuda" else "the GPU is missing"
+    if device.type == "cuda" and problem and cfg.optimizer == "adam8bit":
+        log(f"warning: the optimizer's kernel can't be built ({problem}): updates run in plain PyTorch, slower, with the same results")
+    if cfg.compile and problem:
+        log(f"note: compile=True is of no use here ({problem}): running without, slower, with the same results")
+    elif cfg.compile:
+        model.compile_blocks()
 
 
 def train_step(model: Llama, optimizer, batches, lr: float, run_layer, loss_chunk: int) -> tuple[float, torch.Tensor]:
@@ -206,41 +223,6 @@ def evaluate(model: Llama, shards, cfg: Config, device, stop=lambda: False) -> f
     return total / count if count else math.nan
 
 
-def host_gb() -> float:
-    """Peak host memory of this process, GB."""
-    import resource
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
-
-
-def gpu_gb(device: torch.device) -> float:
-    """Memory in use on the GPU, by all that runs on it, as the driver counts, GB."""
-    if device.type != "cuda":
-        return 0.0
-    free, total = torch.cuda.mem_get_info(device)
-    return (total - free) / 1e9
-
-
-def forecast(cfg: Config, config: ModelConfig, n_params: int) -> dict[str, dict[str, int]]:
-    """Bytes by kind: {'gpu': {...}, 'host': {...}} for a run on a GPU."""
-    size = 2 if cfg.dtype == "bfloat16" else 4
-    micro = cfg.batch_size * cfg.seq_len
-    tokens = micro * cfg.gradient_accumulation_steps
-    saved = tokens * config.dim * config.n_layers * size
-    head = config.vocab_size * config.dim
-    layer = config.dim * (2 * config.n_heads + 2 * config.n_kv_heads) * config.head_dim + 3 * config.dim * config.ffn_dim
-    wide = 6 * config.dim + (2 * config.n_heads + 4 * config.n_kv_heads) * config.head_dim + 5 * config.ffn_dim
-    many = cfg.gradient_accumulation_steps > 1
-    states = 2 * n_params + n_params // 32 + (n_params if cfg.master == "residual" else 0) + (n_params * size if cfg.grad_clip else 0)
-    resident = min(states, int(cfg.state_resident_gb * 1e9))
-    in_head = 4 * head + max(size * head, cfg.loss_chunk * config.vocab_size * (4 + size)) + 2 * tokens * config.dim * size
-    in_block = layer * (size + (4 if many else 0)) + micro * wide * size + 3 * tokens * config.dim * size
-    return {"gpu": {"weights": n_params * size, "gradients and working memory, at the fullest": max(in_head, in_block),
-                    "optimizer state buffers": min(states, int(cfg.state_buffer_gb * 1e9)) + resident,
-                    **({} if cfg.activation_offloading else {"block inputs": saved})},
-            "host": {"optimizer states" + (" and parked gradients" if cfg.grad_clip else ""): states - resident, **({"block inputs": saved} if cfg.activation_offloading else {})}}
-
-
 # -----------------------------------------------------------------------------
 # the run
 
@@ -263,33 +245,42 @@ class Signals:
             raise KeyboardInterrupt
 
 
-class Metrics:
-    """metrics.jsonl: one row per logged step or validation. On resume, rows past the checkpoint are removed."""
-
-    def __init__(self, path: str, step: int):
-        kept = []
-        if step and os.path.exists(path):
-            with open(path, encoding="utf-8") as f:
-                for line in f:
-                    try:
-                        if json.loads(line)["step"] <= step:
-                            kept.append(line)
-                    except (ValueError, KeyError):
-                        continue  # the last line of a killed run
-        self.file = open(path, "w", encoding="utf-8")
-        self.file.writelines(kept)
-
-    def write(self, **row):
-        self.file.write(json.dumps({k: round(v, 6) if isinstance(v, float) and k not in ("lr", "loss", "val_loss", "grad_norm") else v
-                                    for k, v in row.items()}) + "\n")
-        self.file.flush()
+def memory_limits(cfg: Config, device: torch.device) -> tuple[int | None, int | None]:
+    """Bytes that this process may use: of the GPU (None: it runs on the CPU) and of the host (None: not known)."""
+    gpu, host = None, forecast.host_available()
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        gpu = min(free + forecast.BARE_CONTEXT, total)
+        if cfg.gpu_gb:
+            gpu = min(gpu, int(cfg.gpu_gb * forecast.GiB))
+            torch.cuda.set_per_process_memory_fraction((gpu - forecast.CUDA_CONTEXT) / total, device)
+    if cfg.host_gb:
+        host = int(cfg.host_gb * forecast.GiB) if host is None else min(host, int(cfg.host_gb * forecast.GiB))
+    return gpu, host
 
 
-def say(line: str = ""):
-    print(line, flush=True)
+def dry_run(cfg: Config, device: torch.device) -> int:
+    """What the run would need, here or on a machine with gpu_gb and host_gb; 0 if it fits, else 2."""
+    if cfg.init_from != "scratch" and os.path.isdir(cfg.init_from):
+        config = checkpoint.read_config(cfg.init_from)
+    else:
+        config = PRESETS[cfg.model]
+        say(f"model    shape of --model={cfg.model}" + (f" ('{cfg.init_from}' is not there)" if cfg.init_from != "scratch" else ""))
+    gpu, host = (None, None) if cfg.gpu_gb and cfg.host_gb else memory_limits(cfg, device)
+    gpu, host = (int(given * forecast.GiB) if given else here for given, here in ((cfg.gpu_gb, gpu), (cfg.host_gb, host)))
+    if gpu is None:
+        say("device   CPU (ask about a GPU with --gpu_gb=24 --host_gb=64)")
+    resident = forecast.resident_gb(cfg, config, gpu)
+    shown = dataclasses.replace(cfg, state_resident_gb=resident)
+    card = forecast.card_named(torch.cuda.get_device_name(device) if device.type == "cuda" else "RTX 4090") if gpu else None
+    for line in forecast.table(shown, config, gpu, host, card):
+        say(line)
+    problem = forecast.verdict(shown, config, gpu, host)
+    say(f"verdict  does not fit: {problem}" if problem else "verdict  fits")
+    return 2 if problem else 0
 
 
-def start_page(cfg, config, model, prepared, plan, device, resumed_at, origin):
+def start_page(cfg, config, model, prepared, plan, device, resumed_at, origin, limits):
     """One screen: what is trained, on what, how a step is made up, what it needs, where it goes."""
     n_params = sum(p.numel() for p in model.parameters())
     say(f"model    {n_params / 1e6:,.1f} M parameters, {config.n_layers} layers, dim {config.dim}, vocabulary {config.vocab_size:,}, {cfg.dtype}")
@@ -298,13 +289,9 @@ def start_page(cfg, config, model, prepared, plan, device, resumed_at, origin):
     say(f"step     {cfg.batch_size} rows x {cfg.seq_len} tokens x {cfg.gradient_accumulation_steps} micro-batches = {plan['tokens']:,} tokens")
     say(f"run      steps {resumed_at:,} to {plan['max_steps']:,}, {plan['max_steps'] * plan['rows'] / prepared.meta['rows']['train']:.2f} epochs; "
         f"{cfg.optimizer}, lr {cfg.learning_rate:g} {cfg.lr_schedule} to {cfg.min_lr:g}")
-    if device.type == "cuda":
-        for place, kinds in forecast(cfg, config, n_params).items():
-            parts = ", ".join(f"{k} {v / 1e9:.2f}" for k, v in kinds.items())
-            say(f"{place:<8} {sum(kinds.values()) / 1e9:.2f} GB expected: {parts}")
-        say(f"device   {torch.cuda.get_device_name(device)}, torch {torch.__version__}")
-    else:
-        say(f"device   CPU, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    say(f"device   {torch.cuda.get_device_name(device) if device.type == 'cuda' else f'CPU, {torch.get_num_threads()} threads'}, torch {torch.__version__}")
+    for line in forecast.table(plan["as_run"], config, *limits):
+        say(line)
     say(f"writes   {cfg.out_dir}/ (config.json, metrics.jsonl, step_*/)")
     groups = {}
     for key, value in dataclasses.asdict(cfg).items():
@@ -316,20 +303,29 @@ def start_page(cfg, config, model, prepared, plan, device, resumed_at, origin):
 
 
 def run(cfg: Config, origin: dict[str, str]) -> int:
+    """The whole run -> exit code."""
     check(cfg)
-    signals = Signals()
-    device = torch.device("cuda" if cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available()) else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() and cfg.device != "cpu" else "cpu")
+    if cfg.dry_run:
+        return dry_run(cfg, device)
+    os.makedirs(cfg.out_dir, exist_ok=True)
+    with checkpoint.lock(cfg.out_dir):
+        return locked_run(cfg, origin, device, Signals())
 
+
+def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signals: Signals) -> int:
+    began = time.time()
     # resume or start: which weights, which step
     folder, state = None, {"step": 0, "consumed": 0, "tokens": 0}
-    if checkpoint.checkpoints(cfg.out_dir):
+    if checkpoint.checkpoints(cfg.out_dir) and not cfg.eval_only or cfg.resume:
         if not cfg.resume:
             raise configurator.ConfigError(f"'{cfg.out_dir}' holds checkpoints of an earlier run; continue it with --resume, "
                                            "choose another --out_dir, or delete it")
-        folder = checkpoint.newest(cfg.out_dir)
-        state = checkpoint.load_state(folder)
-    elif cfg.resume:
-        say(f"nothing to resume in '{cfg.out_dir}': starting from {cfg.init_from}")
+        if checkpoint.checkpoints(cfg.out_dir):
+            folder = checkpoint.newest(cfg.out_dir)
+            state = checkpoint.load_state(folder)
+        else:
+            say(f"nothing to resume in '{cfg.out_dir}': starting from {cfg.init_from}")
 
     # data and model shape; all that can be wrong is found here, before the GPU is touched
     from_folder = cfg.init_from != "scratch"
@@ -341,10 +337,14 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
                             cfg.train_on_input, cfg.chat_template, say, signals.raise_if_received)
     if prepared.meta["max_token"] >= config.vocab_size:
         raise data.DataError(f"the tokenizer makes token {prepared.meta['max_token']}, but the model's vocabulary ends at {config.vocab_size - 1}")
+    val_shards = prepared.rows("val")
+    if not val_shards:
+        say("note: no document fell to validation, so there will be no validation loss (--val_fraction, --val_data)")
     rows_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
-    n_rows = prepared.meta["rows"]["train"]
-    max_steps = cfg.max_steps if cfg.max_steps is not None else max(1, math.ceil(cfg.epochs * n_rows / rows_per_step))
-    plan = {"rows": rows_per_step, "tokens": rows_per_step * cfg.seq_len, "max_steps": max_steps}
+    max_steps = cfg.max_steps if cfg.max_steps is not None else max(1, math.ceil(cfg.epochs * prepared.meta["rows"]["train"] / rows_per_step))
+    limits = memory_limits(cfg, device)
+    as_run = dataclasses.replace(cfg, state_resident_gb=forecast.resident_gb(cfg, config, limits[0]))
+    plan = {"rows": rows_per_step, "tokens": rows_per_step * cfg.seq_len, "max_steps": max_steps, "as_run": as_run}
     if folder:
         say(f"resuming {folder}")
         for name, value in dataclasses.asdict(cfg).items():
@@ -353,51 +353,56 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
         if state["fingerprint"] != prepared.meta["fingerprint"]:
             say("warning: the data differs from what the checkpoint was trained on: starting at its first row")
             state["consumed"] = 0
+    problem = forecast.verdict(as_run, config, *limits)
+    if problem:
+        raise configurator.ConfigError(problem)
 
-    os.makedirs(cfg.out_dir, exist_ok=True)
-    model = make_model(cfg, config, device, folder or (cfg.init_from if from_folder else None), say)
-    optimizer = make_optimizer(cfg, model)
+    weights = folder or (cfg.init_from if from_folder else None)
+    if cfg.eval_only:
+        model = make_model(cfg, config, device, weights, say)
+        loss = evaluate(model, val_shards, cfg, device, signals.raise_if_received)
+        say(f"val loss {loss:.4f} | perplexity {math.exp(min(loss, 700)):.2f}")
+        return 0
+    needed = forecast.n_params(config) * (6 if cfg.dtype == "float32" else 4)
+    checkpoint.check_disk(cfg.out_dir, needed, "the first checkpoint")
+    model = make_model(cfg, config, device, weights, say)
+    optimizer = make_optimizer(cfg, model, limits[0])
     if folder:
         checkpoint.load_optimizer(optimizer, folder, state)
-    checkpoint.check_disk(cfg.out_dir, checkpoint.checkpoint_bytes(model, optimizer), "the first checkpoint")
-    if cfg.compile and device.type == "cuda" and optim.triton:
-        model.compile_blocks()
-    elif cfg.compile:
-        say(f"note: compile=True needs {'triton' if device.type == 'cuda' else 'a GPU'}; running without, slower, same results")
+    compile_blocks(cfg, model, device, say)
     run_layer, offloader = make_run_layer(cfg, model)
     loader = data.Loader(prepared.rows("train"), cfg.batch_size, cfg.seed, consumed=state["consumed"])
-    val_shards = prepared.rows("val")
-    if not val_shards:
-        say("note: no document fell to validation, so there will be no validation loss (--val_fraction, --val_data)")
     checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), dataclasses.asdict(cfg))
-    metrics = Metrics(os.path.join(cfg.out_dir, "metrics.jsonl"), state["step"])
-    start_page(cfg, config, model, prepared, plan, device, state["step"], origin)
+    start_page(cfg, config, model, prepared, plan, device, state["step"], origin, limits)
+    metrics = monitor.Metrics(cfg, state["step"])
 
     n_params = sum(p.numel() for p in model.parameters())
-    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = monitor.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     step, tokens, first_loss, val_loss = state["step"], state["tokens"], None, math.nan
-    saved_at = step if folder else None
-    skipped = 0  # steps whose loss or gradient was not finite
-    window_ms = []  # of the steps since the last log line
+    best, validated_at, saved_at = state.get("best", math.inf), None, step if folder else None
+    skipped, spike = 0, monitor.Spike()
+    window_ms, rates = [], []  # of the steps since the last log line
     fresh = True  # the first step warms up and compiles: it is logged, but not counted in tok/s
 
     def save():
-        nonlocal saved_at
+        nonlocal saved_at, best
+        is_best = cfg.keep_best and validated_at == step and val_loss < best
+        best = val_loss if is_best else best
         now = {"step": step, "consumed": loader.consumed, "tokens": tokens, "fingerprint": prepared.meta["fingerprint"],
                "tokenizer": tokenizer.digest, "chat": "chat documents" in prepared.meta["counts"], "settings": dataclasses.asdict(cfg)}
-        checkpoint.save(cfg.out_dir, model, optimizer, now, cfg.keep_checkpoints)
+        start = time.time()
+        checkpoint.save(cfg.out_dir, model, optimizer, now | ({"best": best} if math.isfinite(best) else {}), cfg.keep_checkpoints, is_best)
         saved_at = step
-        say(f"saved {cfg.out_dir}/step_{step:06d}")
-
-    def next_batches():
-        return [loader.next() for _ in range(cfg.gradient_accumulation_steps)]
+        say(f"saved {cfg.out_dir}/step_{step:06d} in {time.time() - start:.1f} s{', the best so far' if is_best else ''}")
 
     while True:
-        last_step = step >= max_steps or signals.received
+        out_of_time = cfg.max_hours and time.time() - began > 3600 * cfg.max_hours
+        last_step = step >= max_steps or signals.received or out_of_time
         # once in a while, and at the end: validate, save
         if val_shards and not signals.received and (last_step or (cfg.eval_every and step % cfg.eval_every == 0)):
             val_loss = evaluate(model, val_shards, cfg, device, lambda: signals.received)
             if not signals.received:
+                validated_at = step
                 metrics.write(step=step, val_loss=val_loss)
                 say(f"step {step:6d}/{max_steps} | val loss {val_loss:.4f} | perplexity {math.exp(min(val_loss, 700)):.2f}")
         if saved_at != step and (last_step or (cfg.save_every and step and step % cfg.save_every == 0)):
@@ -407,12 +412,14 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
 
         # -- one step --------------------------------------------------------
         start = time.perf_counter()
-        batches = next_batches()
+        batches = [loader.next() for _ in range(cfg.gradient_accumulation_steps)]
         supervised = sum(len(b.targets) for b in batches)
         if supervised == 0:
             say(f"warning: rows {[r for b in batches for r in b.rows]} hold nothing to learn: no step taken")
             continue
         lr = optim.schedule(step, max_steps, cfg.warmup_steps, cfg.learning_rate, cfg.min_lr, cfg.lr_schedule)
+        metering = cfg.meter_every and (step + 1) % cfg.meter_every == 0
+        optimizer.metering = bool(metering)
         try:
             loss, norm = train_step(model, optimizer, [b.to(device) for b in batches], lr, run_layer, cfg.loss_chunk)
         except (NonFinite, optim.NonFiniteGradient) as error:
@@ -423,6 +430,10 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
                 raise RunError(f"step {step + 1}: {error}") from None
             say(f"warning: step {step + 1} is tried again with the next rows: {error}")
             continue
+        except torch.OutOfMemoryError as error:
+            if saved_at != step and step > state["step"]:
+                save()
+            raise RunError(out_of_memory(error, as_run, config, limits, f"step {step + 1}", saved_at)) from None
         grad_norm = norm.item()
         ms = 1000 * (time.perf_counter() - start)
         # --------------------------------------------------------------------
@@ -433,39 +444,72 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
         step += 1
         tokens += plan["tokens"]
         first_loss = first_loss if first_loss is not None else loss
+        if spike(loss):
+            say(f"warning: the loss of step {step} stands out: {loss:.4f}, the ones before it were about {spike.mean:.4f}; "
+                f"rows {[r for b in batches for r in b.rows]}")
         if not fresh:
             window_ms.append(ms)
+        mean_ms = sum(window_ms) / len(window_ms) if window_ms else ms
+        rate = plan["tokens"] / mean_ms * 1000
+        eta = time.strftime("%H:%M:%S", time.gmtime((max_steps - step) * mean_ms / 1000))
         if cfg.log_every and (step % cfg.log_every == 0 or fresh or step == max_steps):
-            mean_ms = sum(window_ms) / len(window_ms) if window_ms else ms
-            rate = plan["tokens"] / mean_ms * 1000
-            mfu = f" | mfu {100 * rate * flops_per_token(n_params, config, cfg.seq_len) / peak:4.1f} %" if peak else ""
-            gpu = f" | gpu {gpu_gb(device):5.2f} GB" if device.type == "cuda" else ""
-            eta = time.strftime("%H:%M:%S", time.gmtime((max_steps - step) * mean_ms / 1000))
+            mfu = f" | mfu {100 * rate * monitor.flops_per_token(n_params, config, cfg.seq_len) / peak:4.1f} %" if peak else ""
+            gpu = f" | gpu {monitor.gpu_gb(device):5.2f} GB" if device.type == "cuda" else ""
             say(f"step {step:6d}/{max_steps} | loss {loss:.4f} | norm {grad_norm:.3f} | lr {lr:.2e} | {mean_ms:7.0f} ms | "
-                f"{rate:7,.0f} tok/s{mfu}{gpu} | host {host_gb():5.2f} GB | eta {eta}{' (first step)' if fresh else ''}")
-            metrics.write(step=step, loss=loss, lr=lr, grad_norm=grad_norm, ms=mean_ms, tok_s=rate, gpu_gb=gpu_gb(device), host_gb=host_gb(),
-                          tokens=tokens, supervised_tokens=supervised, **({"offloaded_bytes": offloader.packed_bytes} if offloader else {}))
+                f"{rate:7,.0f} tok/s{mfu}{gpu} | host {monitor.host_gb():5.2f} GB | eta {eta}{' (first step)' if fresh else ''}")
+            metrics.write(step=step, loss=loss, lr=lr, grad_norm=grad_norm, ms=round(mean_ms, 3), tok_s=round(rate, 1),
+                          gpu_gb=monitor.gpu_gb(device), host_gb=monitor.host_gb(), tokens=tokens, supervised_tokens=supervised,
+                          **({"offloaded_bytes": offloader.packed_bytes} if offloader else {}))
+            rates += [rate] * bool(window_ms)
             window_ms = []
+        else:
+            console.live(f"step {step}/{max_steps} | loss {loss:.4f} | {rate:,.0f} tok/s | eta {eta}")
+        if metering:
+            measured = optimizer.meter()
+            metrics.write(step=step, **measured)
+            say("         " + "; ".join(f"{kind}: update/weight {m['ratio']:.1e}, {100 * m['kept']:.0f} % of it arrived, "
+                                        f"{100 * m['unchanged']:.0f} % of weights unchanged" for kind, m in measured.items()))
         if offloader:
             offloader.packed = offloader.packed_bytes = 0
         fresh = False
 
+    metrics.close()
     if signals.received:
         say(f"interrupted after step {step}; go on with --resume")
         return 130 if signals.received == signal.SIGINT else 0
+    if step < max_steps:
+        say(f"stopped after {cfg.max_hours:g} hours, at step {step}; go on with --resume")
+        return 0
     if first_loss is not None:
         say(f"\ndone: {step:,} steps, {tokens:,} tokens, loss {first_loss:.4f} -> {loss:.4f}"
-            + (f", validation {val_loss:.4f}" if not math.isnan(val_loss) else ""))
+            + (f", validation {val_loss:.4f}" if not math.isnan(val_loss) else "")
+            + (f"; {sorted(rates)[len(rates) // 2]:,.0f} tok/s" if rates else ""))
+        expected = {place: sum(kinds.values()) / 1e9 for place, kinds in forecast.needs(as_run, config, device.type == "cuda").items()}
+        measured = {"gpu": monitor.peak_gpu_gb(device), "host": monitor.host_gb()}
+        say("memory at most: " + ", ".join(f"{p} {measured[p]:.2f} GB (expected {expected[p]:.2f})" for p in measured if expected[p]))
     if cfg.export:
         specials = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.end_of_text}
         checkpoint.export(model, cfg.export, cfg.init_from if from_folder else None, tokenizer_source, specials, log=say)
         say(f"exported {cfg.export}")
-    if cfg.sample_tokens and tokenizer.bos is not None:
-        say("\na sample:")
-        for piece in sample.stream(model, tokenizer, [tokenizer.bos], cfg.sample_tokens, temperature=0.8, seed=cfg.seed):
+    if cfg.sample_tokens:
+        chat = "chat documents" in prepared.meta["counts"]
+        say(f"\na sample: {cfg.sample_prompt}")
+        for piece in sample.stream(model, tokenizer, sample.prompt_ids(cfg.sample_prompt, tokenizer, chat), cfg.sample_tokens, seed=cfg.seed):
             print(piece, end="", flush=True)
         say(f"\n\nmore with: python sample.py {cfg.out_dir} --prompt='...'")
     return 0
+
+
+def out_of_memory(error, cfg, config, limits, when: str, saved_at) -> str:
+    """What to say when the GPU is full after all: the forecast, and the next smaller settings."""
+    for line in forecast.table(cfg, config, *limits):
+        print(line, file=sys.stderr)
+    total = sum(forecast.needs(cfg, config)["gpu"].values())
+    smaller = forecast.nearest_fit(cfg, config, total - 1, None) or {}
+    return (f"{when}: the GPU is out of memory ({str(error).splitlines()[0][:160]}); "
+            f"try {' '.join(f'--{k}={v}' for k, v in smaller.items())}"
+            + (f" --resume; the checkpoint of step {saved_at} is whole, but blocks whose update had begun are one step ahead in it"
+               if saved_at is not None else ""))
 
 
 def main(argv=None) -> int:
@@ -477,12 +521,12 @@ def main(argv=None) -> int:
         return 0
     try:
         return run(*configurator.parse(Config, argv))
-    except (configurator.ConfigError, data.DataError) as error:
+    except (configurator.ConfigError, data.DataError, checkpoint.CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (checkpoint.CheckpointError, RunError, optim.GradientError) as error:
+    except (RunError, optim.GradientError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, checkpoint.CheckpointError) else 1
+        return 1
     except torch.OutOfMemoryError as error:
         print(f"error: the GPU is out of memory ({str(error).splitlines()[0][:160]}); lower --batch_size, --state_resident_gb or "
               "--state_buffer_gb, or raise --gradient_accumulation_steps; checkpoints are intact", file=sys.stderr)
