@@ -8,6 +8,7 @@ Sizes follow from shapes alone, so no GPU is needed to ask. The constants at the
 
 import dataclasses
 import os
+import textwrap
 from dataclasses import dataclass
 
 from model import ModelConfig
@@ -165,7 +166,8 @@ def table(cfg, config: ModelConfig, gpu_bytes: int | None, host_bytes: int | Non
         if total:
             of = f" of {have[place] / 1e9:.2f}" if have.get(place) else ""
             parts = ", ".join(f"{kind} {n / 1e9:.2f}" for kind, n in kinds.items() if n)
-            lines.append(f"{place:<8} {total / 1e9:.2f}{of} GB{' a step' if place == 'pcie' else ''}: {parts}")
+            line = f"{place:<8} {total / 1e9:.2f}{of} GB{' a step' if place == 'pcie' else ''}: {parts}"
+            lines += textwrap.wrap(line, 120, subsequent_indent=" " * 11)
     if card:
         parts = step_seconds(cfg, config, card)
         total = max(sum(parts.values()) - parts["pcie"], parts["pcie"])

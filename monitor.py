@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import secrets
 import shutil
 import sys
 
@@ -124,7 +125,7 @@ class Metrics:
             id_path = os.path.join(cfg.out_dir, "wandb_id")
             if not step or not os.path.exists(id_path):
                 with open(id_path, "w", encoding="utf-8") as f:
-                    f.write(wandb.util.generate_id())
+                    f.write(secrets.token_hex(4))
             with open(id_path, encoding="utf-8") as f:
                 self.wandb = wandb.init(project=cfg.wandb_project, id=f.read().strip(), resume="allow", dir=cfg.out_dir,
                                         config=dataclasses.asdict(cfg))

@@ -379,7 +379,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     n_params = sum(p.numel() for p in model.parameters())
     peak = monitor.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     step, tokens, first_loss, val_loss = state["step"], state["tokens"], None, math.nan
-    best, validated_at, saved_at = state.get("best", math.inf), None, step if folder else None
+    best, validated_at, saved_at = state.get("best", math.inf), state.get("validated_at"), step if folder else None
     skipped, spike = 0, monitor.Spike()
     window_ms, rates = [], []  # of the steps since the last log line
     fresh = True  # the first step warms up and compiles: it is logged, but not counted in tok/s
@@ -389,7 +389,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
         is_best = cfg.keep_best and validated_at == step and val_loss < best
         best = val_loss if is_best else best
         now = {"step": step, "consumed": loader.consumed, "tokens": tokens, "fingerprint": prepared.meta["fingerprint"],
-               "tokenizer": tokenizer.digest, "chat": "chat documents" in prepared.meta["counts"], "settings": dataclasses.asdict(cfg)}
+               "tokenizer": tokenizer.digest, "chat": "chat documents" in prepared.meta["counts"], "settings": dataclasses.asdict(cfg), "validated_at": validated_at}
         start = time.time()
         checkpoint.save(cfg.out_dir, model, optimizer, now | ({"best": best} if math.isfinite(best) else {}), cfg.keep_checkpoints, is_best)
         saved_at = step
@@ -399,7 +399,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
         out_of_time = cfg.max_hours and time.time() - began > 3600 * cfg.max_hours
         last_step = step >= max_steps or signals.received or out_of_time
         # once in a while, and at the end: validate, save
-        if val_shards and not signals.received and (last_step or (cfg.eval_every and step % cfg.eval_every == 0)):
+        if val_shards and not signals.received and validated_at != step and (last_step or (cfg.eval_every and step % cfg.eval_every == 0)):
             val_loss = evaluate(model, val_shards, cfg, device, lambda: signals.received)
             if not signals.received:
                 validated_at = step

@@ -198,6 +198,93 @@ def test_export_and_sample(run, tmp_path, capsys):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_second_run_in_the_same_folder_is_refused_and_a_stale_lock_is_not_in_the_way(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    with checkpoint.lock(str(tmp_path / "out")):
+        code, out = run()
+    assert code == 2 and f"in use by process {os.getpid()}" in out and not (tmp_path / "out" / "config.json").exists()
+    (tmp_path / "out" / "lock").write_text("999999\n")
+    assert run("--max_steps=1")[0] == 0
+
+
+def test_a_time_limit_saves_and_ends_well(run, tmp_path):
+    code, out = run("--max_steps=100000", "--max_hours=0.0003", "--eval_every=0")
+    assert code == 0 and "stopped after 0.0003 hours" in out
+    step = int(open(tmp_path / "out" / "latest").read().strip().removeprefix("step_"))
+    assert 0 < step < 100000 and checkpoint.load_state(checkpoint.newest(str(tmp_path / "out")))["step"] == step
+
+
+def test_the_best_checkpoint_is_kept(run, tmp_path, monkeypatch):
+    values = iter([5.0, 3.0, 4.0, 4.5, 4.6])
+    monkeypatch.setattr(train, "evaluate", lambda *a: next(values))
+    run("--keep_best=true", "--keep_checkpoints=1", "--save_every=2", "--eval_every=2")
+    assert open(tmp_path / "out" / "best").read() == "step_000002\n" and open(tmp_path / "out" / "latest").read() == "step_000008\n"
+    assert sorted(checkpoint.checkpoints(str(tmp_path / "out"))) == [2, 8]
+
+
+def test_evaluation_alone_gives_the_same_loss_and_writes_nothing(run, tmp_path):
+    run()
+    want = [r["val_loss"] for r in metrics(tmp_path / "out") if "val_loss" in r][-1]
+    before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "out").rglob("*") if p.name != "lock")
+    code, out = run("--eval_only=true", "--resume=true")
+    assert code == 0 and f"val loss {want:.4f}" in out
+    assert before == sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "out").rglob("*") if p.name != "lock")
+
+
+@pytest.mark.parametrize("owner, name", [(llama.Llama, "loss"), (train.optim.Adam8bit, "update")])
+def test_out_of_memory_leaves_a_checkpoint_and_names_smaller_settings(run, tmp_path, monkeypatch, owner, name):
+    real, calls = getattr(owner, name), []
+
+    def full(self, *a, **k):
+        calls.append(1)
+        if len(calls) == (4 if name == "loss" else 3 * 21 + 5):  # in the forward, or in the middle of the updates of step 4
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(self, *a, **k)
+
+    flags = ["--dtype=bfloat16", "--activation_offloading=true", "--val_fraction=0"]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        code, out = run(*flags)
+    assert code == 1 and "--batch_size=2 --gradient_accumulation_steps=2 --resume" in out and "optimizer states" in out
+    assert open(tmp_path / "out" / "latest").read() == "step_000003\n"
+    assert run(*flags, "--resume")[0] == 0 and sorted(losses(tmp_path / "out")) == list(range(1, 9))
+
+
+def test_loggers_receive_every_row_once_across_a_resume(run, tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = ["--tensorboard=true", "--wandb_project=test", "--log_every=1"]
+    assert run(*flags, "--max_steps=4", "--lr_schedule=constant")[0] == 0
+    first = (tmp_path / "out" / "wandb_id").read_text()
+    assert run(*flags, "--resume", "--lr_schedule=constant")[0] == 0
+    assert (tmp_path / "out" / "wandb_id").read_text() == first
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
+    assert {e.step: pytest.approx(e.value, rel=1e-6) for e in events.Scalars("loss")} == losses(tmp_path / "out")
+    assert len(events.Scalars("loss")) == 8 and [e.step for e in events.Scalars("val_loss")] == [0, 4, 8]
+    assert len(list((tmp_path / "out" / "wandb").glob(f"offline-run-*-{first}/*.wandb"))) == 2
+
+
+def test_a_logger_that_is_not_installed_is_named(run, monkeypatch):
+    monkeypatch.setattr(train.monitor.importlib.util, "find_spec", lambda name: None)
+    code, out = run("--wandb_project=x")
+    assert code == 2 and "pip install wandb" in out
+
+
+def test_the_meter_shows_what_rounding_takes(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(train.optim, "MIN_8BIT", 256)
+    for rounding in ("nearest", "stochastic"):
+        code, out = run(f"--out_dir={tmp_path}/{rounding}", f"--rounding={rounding}", "--dtype=bfloat16", "--meter_every=8", "--learning_rate=1e-5",
+                        "--min_lr=1e-5", "--warmup_steps=0")
+        assert code == 0 and "of weights unchanged" in out
+    nearest, stochastic = ([r for r in metrics(tmp_path / n) if "w1" in r][-1] for n in ("nearest", "stochastic"))
+    assert nearest["step"] == 8 and set(nearest) == {"step", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "tok_embeddings", "output"}
+    assert nearest["output"]["kept"] < 0.3 and 0.8 < stochastic["output"]["kept"] < 1.2  # 16,384 weights: noise of a few %
+    assert nearest["output"]["unchanged"] > 0.8 and 1e-4 < stochastic["output"]["ratio"] < 1e-3
+
+
 def test_model_flops_and_peaks():
     n = 8_030_261_248
     assert monitor.flops_per_token(n, llama.PRESETS["llama3_8b"], 2048) == 51_402_792_960
