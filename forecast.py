@@ -17,6 +17,7 @@ GiB = 2 ** 30
 CUDA_CONTEXT = int(1.2e9)  # on the GPU beside tensors: context, kernels, cuBLAS workspaces, the allocator's slack
 BARE_CONTEXT = int(0.5e9)  # of that, what is taken as soon as the GPU is asked anything
 PROCESS = int(2.3e9)       # on the host beside what is counted: Python, torch, CUDA's libraries, copies in flight
+PROCESS_CPU = int(0.5e9)   # the same without a GPU
 STATE_SPEED = 190e9        # parameters per second that the update kernel steps on a card with 4.8 TB/s
 KEEP_FREE = int(0.3e9)     # of the GPU, when leftover memory is given to optimizer states
 
@@ -86,7 +87,7 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
         gpu["optimizer states on their way"] = min(states, int(cfg.state_buffer_gb * 1e9))
         gpu["optimizer states that stay"] = resident
     (host if cfg.activation_offloading else gpu)["blocks' inputs" if cfg.activation_checkpointing else "activations"] = kept
-    host["process"] = PROCESS if cuda else PROCESS // 5
+    host["process"] = PROCESS if cuda else PROCESS_CPU
     pcie = {"optimizer states": states - resident if paged else 0, "activations": kept if cfg.activation_offloading else 0,
             "parked gradients": parked}
     if not cuda:

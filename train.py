@@ -373,6 +373,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     run_layer, offloader = make_run_layer(cfg, model)
     loader = data.Loader(prepared.rows("train"), cfg.batch_size, cfg.seed, consumed=state["consumed"])
     checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), dataclasses.asdict(cfg))
+    checkpoint.write_json(os.path.join(cfg.out_dir, "forecast.json"), forecast.needs(as_run, config, device.type == "cuda"))
     start_page(cfg, config, model, prepared, plan, device, state["step"], origin, limits)
     metrics = monitor.Metrics(cfg, state["step"])
 

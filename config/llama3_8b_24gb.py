@@ -10,6 +10,8 @@
 init_from = "Meta-Llama-3-8B"      # the folder you downloaded; --init_from=scratch --tokenizer=... trains from nothing
 out_dir = "out-llama3-8b"
 
+model = "llama3_8b"                # its shape, for --dry_run before the weights are there
+
 seq_len = 2048
 batch_size = 2
 gradient_accumulation_steps = 1

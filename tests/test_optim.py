@@ -647,3 +647,37 @@ def test_the_triton_kernel_equals_plain_torch():
     process = subprocess.run([sys.executable, "-c", "import test_optim; test_optim.compare_kernel()"], cwd=HERE, text=True, capture_output=True,
                              env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.path.dirname(HERE)})
     assert process.stdout.endswith("equal\n"), process.stderr
+
+
+def test_a_kernel_that_cannot_be_built_is_explained(monkeypatch):
+    def broken(*a, **k):
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
+
+    monkeypatch.setattr(optim, "adam8bit_triton", broken)
+    monkeypatch.setattr(optim, "triton", object())
+    assert optim.kernel_problem.__wrapped__(torch.device("cpu")) == "RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
+    monkeypatch.setattr(optim, "triton", None)
+    assert "not installed" in optim.kernel_problem.__wrapped__(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("damage", [lambda s: s | {"m": s["m"][:-1]}, lambda s: s | {"v": torch.cat([s["v"], s["v"]])},
+                                    lambda s: s | {"m": s["m"].double()}, lambda s: {k: v for k, v in s.items() if k != "v"},
+                                    lambda s: s | {"m_scale": s["m_scale"][:1]} if "m_scale" in s else s | {"m": s["m"][:1]}])
+def test_states_of_another_size_or_kind_are_refused(damage):
+    def fresh():
+        return optim.Adam8bit([("wide", torch.nn.Parameter(torch.zeros(64, 256))), ("norm", torch.nn.Parameter(torch.ones(64)))])
+
+    saved = {name: {k: t.clone() for k, t in s.items()} for name, s in fresh().state()}
+    for name in saved:
+        with pytest.raises((KeyError, ValueError)):
+            fresh().load_state(lambda n: damage(saved[n]) if n == name else saved[n], 1)
+
+
+def test_torch_adamw_leaves_everything_as_it_was_when_a_gradient_is_not_finite():
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = optim.StockOptimizer("adamw", [("p", p)])
+    optimizer.begin(0.1)
+    (p * torch.tensor(float("nan"))).sum().backward()
+    with pytest.raises(optim.NonFiniteGradient, match="gradient of p is not finite"):
+        optimizer.finish()
+    assert (p == 1).all() and p.grad is None and optimizer.steps == 0 and not optimizer.optimizers[p].state
