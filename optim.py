@@ -56,9 +56,15 @@ def schedule(step: int, max_steps: int, warmup_steps: int, lr: float, min_lr: fl
 
 @functools.cache
 def code_book(signed: bool, device: torch.device):
-    """bitsandbytes' dynamic map, fp32 [256] ascending in [-1, 1] or [0, 1], and the 255 midpoints between its values."""
-    book = create_dynamic_map(signed).to(device)
-    return book, (book[1:] + book[:-1]) / 2
+    """
+    bitsandbytes' dynamic map, fp32 [256] ascending in [-1, 1] or [0, 1]; the 255 midpoints between its values, and
+    infinity; and for the upper 16 bits of an fp32 number the code of the smallest number that has them, int32 [65536].
+    """
+    book = create_dynamic_map(signed)
+    middle = torch.cat([(book[1:] + book[:-1]) / 2, torch.tensor([torch.inf])])
+    upper = torch.arange(-2 ** 15, 2 ** 15, dtype=torch.int32).roll(2 ** 15)
+    smallest = (upper * 2 ** 16 + (upper < 0) * 0xFFFF).int().view(torch.float32)
+    return book.to(device), middle.to(device), torch.bucketize(smallest, middle[:-1], out_int32=True).to(device)
 
 
 def quantize(x: torch.Tensor, signed: bool):
@@ -66,9 +72,13 @@ def quantize(x: torch.Tensor, signed: bool):
     x fp32 [blocks, 256] -> nearest codes uint8 [blocks, 256] and scales fp32 [blocks]. A signed zero keeps its exact code.
     An unsigned one gets the smallest positive value: v rounded to 0 while m is not would make the next step m / eps.
     """
+    _, middle, table = code_book(signed, x.device)
     scale = x.abs().amax(1)
-    unit = x / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    return torch.bucketize(unit, code_book(signed, x.device)[1]).clamp(min=0 if signed else 1).to(torch.uint8), scale
+    unit = (x / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).flatten()
+    # numbers with the same upper 16 bits have the same code or, past the one midpoint that may lie between them, the next
+    codes = table.index_select(0, (unit.view(torch.int32) >> 16) & 0xFFFF)
+    codes += unit > middle.index_select(0, codes)
+    return codes.clamp_(min=0 if signed else 1).to(torch.uint8).view(x.shape), scale
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:
@@ -78,13 +88,16 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.
 
 def random_bits(offset: int, n: int, keys: tuple[int, int], device) -> torch.Tensor:
     """
-    32 random bits for each of the elements offset ... offset + n, as int64 [n]: a hash of the element's place and the
+    32 random bits for each of the elements offset ... offset + n, as int32 [n]: a hash of the element's place and the
     two keys (lowbias32, C. Wellons, github.com/skeeto/hash-prospector), so the bits depend on nothing else.
     """
-    x = torch.arange(offset, offset + n, dtype=torch.int64, device=device) ^ keys[0]
-    x = (x ^ (x >> 16)) * 0x7FEB352D + keys[1] & 0xFFFFFFFF
-    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
-    return x ^ (x >> 16)
+    def signed(key):
+        return (key ^ 0x80000000) - 0x80000000
+
+    x = torch.arange(offset, offset + n, dtype=torch.int32, device=device).bitwise_xor_(signed(keys[0]))
+    x.bitwise_xor_(x >> 16 & 0xFFFF).mul_(0x7FEB352D).add_(signed(keys[1]))  # shifts are arithmetic: the sign is masked off
+    x.bitwise_xor_(x >> 15 & 0x1FFFF).mul_(signed(0x846CA68B))
+    return x.bitwise_xor_(x >> 16 & 0xFFFF)
 
 
 def adam8bit_torch(p, g, state, h, offset, keys, scale):
@@ -116,7 +129,7 @@ def adam8bit_torch(p, g, state, h, offset, keys, scale):
     if p.dtype == torch.float32:
         p.copy_(weights)
         return
-    bits = weights.view(torch.int32).long() & 0xFFFFFFFF
+    bits = weights.view(torch.int32)
     random = random_bits(offset, n, keys, p.device) if keys else torch.full_like(bits, 0x8000 if residual is None else 0x8100)
     if residual is None:
         if keys is None:
@@ -130,15 +143,13 @@ def adam8bit_torch(p, g, state, h, offset, keys, scale):
 
 
 def from_high_bits(high: torch.Tensor) -> torch.Tensor:
-    """bf16 numbers from their 16 bits, given as int64."""
-    return ((high & 0xFFFF ^ 0x8000) - 0x8000).to(torch.int16).view(torch.bfloat16)
+    """bf16 numbers from their 16 bits, given as int32."""
+    return high.to(torch.int16).view(torch.bfloat16)
 
 
 def join_residual(p: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """The fp32 weights [n] that bf16 p [n] and the residual, int8 [n] in 1/128 of p's last place, stand for."""
-    high = p.view(torch.int16).long() & 0xFFFF
-    bits = (high << 7) + residual << 9 & 0xFFFFFFFF
-    return ((bits ^ 0x80000000) - 0x80000000).to(torch.int32).view(torch.float32)
+    return ((p.view(torch.int16).int() << 7) + residual << 9).view(torch.float32)
 
 
 class Hyper:
@@ -289,7 +300,7 @@ def adam8bit_step(p, g, state, h, offset, keys, scale):
     """The kernel where it runs, else plain torch, in parts so that its fp32 temporaries stay small."""
     if p.is_cuda and not kernel_problem(p.device):
         return adam8bit_triton(p, g, state, h, offset, keys, scale)
-    part = 2 ** 24
+    part = 2 ** 24 if p.is_cuda else 2 ** 17  # on a CPU they should fit its cache
     for a in range(0, p.numel(), part):
         blocks = slice(a // BLOCK, (a + part) // BLOCK)
         piece = {k: x and None if x is None else x[blocks if k.endswith("scale") else slice(a, a + part)]
