@@ -16,6 +16,8 @@ import weakref
 
 import torch
 
+from model import addmm_fp32_, mm_fp32
+
 
 def pinned_zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     """
@@ -79,20 +81,20 @@ class _Layer(torch.autograd.Function):
         saved = ctx.graphs or ctx.saved_tensors
         for i, grad_y in enumerate(grad_ys):
             x, h, a = saved[i] if ctx.graphs else features_graph(block, saved[i], ctx.contexts[i])
-            grad_y = grad_y.contiguous().flatten(0, 1)
-            grads = {w2: grad_y.T @ a.detach().flatten(0, 1)}
+            grad_y, last = grad_y.contiguous().flatten(0, 1), a.detach().flatten(0, 1)
             grad_x, *rest = torch.autograd.grad((h, a), [x, *others], (grad_y.view(h.shape), (grad_y @ w2).view(a.shape)),
                                                 allow_unused=True)
-            grads.update((p, g) for p, g in zip(others, rest) if g is not None)
+            grads = {p: g for p, g in zip(others, rest) if g is not None}
             grad_xs.append(grad_x)
-            del x, h, a, rest
             if len(grad_ys) == 1:
-                totals = grads
+                totals = grads | {w2: grad_y.T @ last}
             elif not totals:
-                totals = {p: g.float() for p, g in grads.items()}
+                totals = {p: g.float() for p, g in grads.items()} | {w2: mm_fp32(grad_y.T, last)}
             else:
                 for p, g in grads.items():
                     totals[p] += g
+                addmm_fp32_(totals[w2], grad_y.T, last)
+            del x, h, a, last, rest, grads
         ctx.graphs = None
         return None, None, None, None, *grad_xs, *[round_grad(totals.get(p), p) for p in block.parameters()]
 
