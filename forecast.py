@@ -7,7 +7,6 @@ Sizes follow from shapes alone, so no GPU is needed to ask. The constants at the
 """
 
 import dataclasses
-import os
 import textwrap
 from dataclasses import dataclass
 

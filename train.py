@@ -11,7 +11,6 @@ Exit codes: 0 done, 1 the run failed, 2 a mistake in settings or data, 130 inter
 
 import dataclasses
 import functools
-import json
 import math
 import os
 import signal
@@ -289,7 +288,8 @@ def start_page(cfg, config, model, prepared, plan, device, resumed_at, origin, l
     say(f"step     {cfg.batch_size} rows x {cfg.seq_len} tokens x {cfg.gradient_accumulation_steps} micro-batches = {plan['tokens']:,} tokens")
     say(f"run      steps {resumed_at:,} to {plan['max_steps']:,}, {plan['max_steps'] * plan['rows'] / prepared.meta['rows']['train']:.2f} epochs; "
         f"{cfg.optimizer}, lr {cfg.learning_rate:g} {cfg.lr_schedule} to {cfg.min_lr:g}")
-    say(f"device   {torch.cuda.get_device_name(device) if device.type == 'cuda' else f'CPU, {torch.get_num_threads()} threads'}, torch {torch.__version__}")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    say(f"device   {name}, torch {torch.__version__}")
     for line in forecast.table(plan["as_run"], config, *limits):
         say(line)
     say(f"writes   {cfg.out_dir}/ (config.json, metrics.jsonl, step_*/)")
@@ -340,6 +340,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     val_shards = prepared.rows("val")
     if not val_shards:
         say("note: no document fell to validation, so there will be no validation loss (--val_fraction, --val_data)")
+    chat = "chat documents" in prepared.meta["counts"]
     rows_per_step = cfg.batch_size * cfg.gradient_accumulation_steps
     max_steps = cfg.max_steps if cfg.max_steps is not None else max(1, math.ceil(cfg.epochs * prepared.meta["rows"]["train"] / rows_per_step))
     limits = memory_limits(cfg, device)
@@ -390,7 +391,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
         is_best = cfg.keep_best and validated_at == step and val_loss < best
         best = val_loss if is_best else best
         now = {"step": step, "consumed": loader.consumed, "tokens": tokens, "fingerprint": prepared.meta["fingerprint"],
-               "tokenizer": tokenizer.digest, "chat": "chat documents" in prepared.meta["counts"], "settings": dataclasses.asdict(cfg), "validated_at": validated_at}
+               "tokenizer": tokenizer.digest, "chat": chat, "settings": dataclasses.asdict(cfg), "validated_at": validated_at}
         start = time.time()
         checkpoint.save(cfg.out_dir, model, optimizer, now | ({"best": best} if math.isfinite(best) else {}), cfg.keep_checkpoints, is_best)
         saved_at = step
@@ -493,7 +494,6 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
         checkpoint.export(model, cfg.export, cfg.init_from if from_folder else None, tokenizer_source, specials, log=say)
         say(f"exported {cfg.export}")
     if cfg.sample_tokens:
-        chat = "chat documents" in prepared.meta["counts"]
         say(f"\na sample: {cfg.sample_prompt}")
         for piece in sample.stream(model, tokenizer, sample.prompt_ids(cfg.sample_prompt, tokenizer, chat), cfg.sample_tokens, seed=cfg.seed):
             print(piece, end="", flush=True)

@@ -16,6 +16,7 @@ import checkpoint
 import model as llama
 import monitor
 import sample
+import soak
 import train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -302,6 +303,11 @@ def test_sigterm_in_a_process_of_its_own(tmp_path):
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 0 and "interrupted after step" in out, out
     assert (tmp_path / "out" / "latest").exists()
+
+
+def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one():
+    whole, torn, hit = soak.soak(kills=5, steps=12, log=lambda *a, **k: None)
+    assert whole == torn and hit >= 3
 
 
 def test_settings_are_all_documented():
