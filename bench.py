@@ -96,7 +96,7 @@ def time_by_kind(profiler) -> dict[str, float]:
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("ProfilerStep", "## ")):
             kind = next((name for name, parts in KINDS[::-1] if any(p.lower() in event.name.lower() for p in parts)), "the rest")
-            kinds[kind] += event.device_time / 1000
+            kinds[kind] += event.time_range.elapsed_us() / 1000
     return kinds
 
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
-# torch 2.11 takes grouped heads as they come, later versions want to be told
-VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+if torch.cuda.is_available():  # slow to import, and of no use on a CPU
+    from torch.nn.attention.varlen import varlen_attn
+    # torch 2.11 takes grouped heads as they come, later versions want to be told
+    VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass

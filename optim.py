@@ -19,7 +19,6 @@ import hashlib
 import math
 
 import torch
-from bitsandbytes.functional import create_dynamic_map
 
 try:
     import triton
@@ -60,6 +59,7 @@ def code_book(signed: bool, device: torch.device):
     bitsandbytes' dynamic map, fp32 [256] ascending in [-1, 1] or [0, 1]; the 255 midpoints between its values, and
     infinity; and for the upper 16 bits of an fp32 number the code of the smallest number that has them, int32 [65536].
     """
+    from bitsandbytes.functional import create_dynamic_map  # slow to import
     book = create_dynamic_map(signed)
     middle = torch.cat([(book[1:] + book[:-1]) / 2, torch.tensor([torch.inf])])
     upper = torch.arange(-2 ** 15, 2 ** 15, dtype=torch.int32).roll(2 ** 15)

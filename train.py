@@ -456,11 +456,11 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
         eta = time.strftime("%H:%M:%S", time.gmtime((max_steps - step) * mean_ms / 1000))
         if cfg.log_every and (step % cfg.log_every == 0 or fresh or step == max_steps):
             mfu = f" | mfu {100 * rate * monitor.flops_per_token(n_params, config, cfg.seq_len) / peak:4.1f} %" if peak else ""
-            gpu = f" | gpu {monitor.gpu_gb(device):5.2f} GB" if device.type == "cuda" else ""
+            gpu = f" | gpu {monitor.peak_gpu_gb(device):5.2f} GB" if device.type == "cuda" else ""
             say(f"step {step:6d}/{max_steps} | loss {loss:.4f} | norm {grad_norm:.3f} | lr {lr:.2e} | {mean_ms:7.0f} ms | "
                 f"{rate:7,.0f} tok/s{mfu}{gpu} | host {monitor.host_gb():5.2f} GB | eta {eta}{' (first step)' if fresh else ''}")
             metrics.write(step=step, loss=loss, lr=lr, grad_norm=grad_norm, ms=round(mean_ms, 3), tok_s=round(rate, 1),
-                          gpu_gb=monitor.gpu_gb(device), host_gb=monitor.host_gb(), tokens=tokens, supervised_tokens=supervised,
+                          gpu_gb=monitor.peak_gpu_gb(device), host_gb=monitor.host_gb(), tokens=tokens, supervised_tokens=supervised,
                           **({"offloaded_bytes": offloader.packed_bytes} if offloader else {}))
             rates += [rate] * bool(window_ms)
             window_ms = []

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoint
+import data
 import model as llama
 import monitor
 import sample
@@ -303,6 +304,43 @@ def test_sigterm_in_a_process_of_its_own(tmp_path):
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 0 and "interrupted after step" in out, out
     assert (tmp_path / "out" / "latest").exists()
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize("place", ["train.evaluate", "checkpoint.write_shards", "checkpoint.replace_folder", "llama.Llama.loss", "data.Loader.next"])
+def test_a_signal_anywhere_in_the_loop_leaves_a_whole_checkpoint_to_go_on_from(run, tmp_path, monkeypatch, place, number, code):
+    *owner, name = place.split(".")
+    owner = getattr(llama, "Llama") if owner[-1] == "Llama" else data.Loader if owner[-1] == "Loader" else {"train": train, "checkpoint": checkpoint}[owner[0]]
+    real, sent = getattr(owner, name), []
+
+    def with_signal(*a, **k):
+        if not sent and (name != "loss" or torch.is_grad_enabled()):
+            sent.append(os.kill(os.getpid(), number))
+        return real(*a, **k)
+
+    flags = ["--save_every=2", "--eval_every=3"]
+    assert run(f"--out_dir={tmp_path}/whole", *flags)[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, with_signal)
+        assert run(*flags)[0] == code
+    step = int((tmp_path / "out" / "latest").read_text().strip().removeprefix("step_"))
+    assert step < 8 and checkpoint.load_state(str(tmp_path / "out" / f"step_{step:06d}"))["step"] == step
+    assert not [n for n in os.listdir(tmp_path / "out") if n.endswith((".tmp", ".old"))]
+    assert run(*flags, "--resume")[0] == 0 and losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def test_a_signal_while_data_is_prepared_ends_the_run_and_leaves_nothing_half_done(run, tmp_path, monkeypatch):
+    real = data.encode_batch
+
+    def with_signal(*a):
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.setattr(data, "encode_batch", real)
+        monkeypatch.setattr(data.time, "time", lambda later=data.time.time() + 10: later)  # a progress line is due
+        return real(*a)
+
+    monkeypatch.setattr(data, "encode_batch", with_signal)
+    code, out = run()
+    assert code == 130 and "interrupted before the first step" in out and os.listdir(tmp_path / "cache") == []
 
 
 def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one():
