@@ -50,6 +50,20 @@ def n_params(config: ModelConfig) -> int:
     return config.n_layers * (block_params(config) + 2 * config.dim) + tables * config.vocab_size * config.dim + config.dim
 
 
+def recomputed(cfg, config: ModelConfig) -> list[int]:
+    """Numbers of the blocks that run again in backward, spread evenly."""
+    share = cfg.recompute if cfg.activation_checkpointing else 0.0
+    return [i for i in range(config.n_layers) if int((i + 1) * share + 1e-9) > int(i * share + 1e-9)]
+
+
+def saved_bytes(cfg, config: ModelConfig, again: bool) -> int:
+    """What a block saves for backward, over all micro-batches: its inputs if it runs again, else its activations."""
+    width = config.dim
+    if not again:
+        width += 3 * config.dim + (4 * config.n_heads + 4 * config.n_kv_heads) * config.head_dim + 3 * config.ffn_dim
+    return cfg.batch_size * cfg.seq_len * cfg.gradient_accumulation_steps * width * (2 if cfg.dtype == "bfloat16" else 4)
+
+
 def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, int]]:
     """
     Bytes by kind: {'gpu': {...}, 'host': {...}, 'pcie': {...}} (pcie: bytes a step, the larger of the two ways).
@@ -70,14 +84,14 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     in_head = 4 * head + max(size * head, vocab_chunk * (4 + size)) + 2 * rows
     attention = (4 * config.n_heads + 4 * config.n_kv_heads) * config.head_dim  # q, k, v before and after rope, output, gradients
     working = tokens * size * (6 * config.dim + attention + 5 * config.ffn_dim)
-    if not cfg.activation_checkpointing:
+    again = len(recomputed(cfg, config))
+    if not again:
         working = 0
     if not cuda or config.head_dim > 256:                                  # attention through a mask
         working += tokens * cfg.seq_len * (1 + 4 * config.n_heads)
     in_block = block * (size + (4 if micro > 1 else 0)) + working + 4 * rows
     every = params * size if cfg.optimizer == "adamw" else 0               # torch's AdamW needs all gradients at once
-    kept = config.n_layers * (rows if cfg.activation_checkpointing else
-                              rows + tokens * micro * size * (3 * config.dim + attention + 3 * config.ffn_dim))
+    kept = again * saved_bytes(cfg, config, True) + (config.n_layers - again) * saved_bytes(cfg, config, False)
     gpu = {"weights": params * size, "gradients and working memory, at the fullest": max(in_head, in_block + every)}
     host = {"optimizer states": states - resident} | ({"parked gradients": parked} if parked else {})
     if not paged:
@@ -85,7 +99,7 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     elif cuda:
         gpu["optimizer states on their way"] = min(states, int(cfg.state_buffer_gb * 1e9))
         gpu["optimizer states that stay"] = resident
-    (host if cfg.activation_offloading else gpu)["blocks' inputs" if cfg.activation_checkpointing else "activations"] = kept
+    (host if cfg.activation_offloading else gpu)["blocks' inputs" if again == config.n_layers else "activations"] = kept
     host["process"] = PROCESS if cuda else PROCESS_CPU
     pcie = {"optimizer states": states - resident if paged else 0, "activations": kept if cfg.activation_offloading else 0,
             "parked gradients": parked}
@@ -104,7 +118,7 @@ def step_seconds(cfg, config: ModelConfig, card: Card) -> dict[str, float]:
     tokens = cfg.batch_size * cfg.seq_len * cfg.gradient_accumulation_steps
     table = config.vocab_size * config.dim
     block, last = block_params(config), config.dim * config.ffn_dim
-    again = 2 * (block - last) if cfg.activation_checkpointing else 0      # recomputed without the block's last product
+    again = 2 * (block - last) * len(recomputed(cfg, config)) / config.n_layers  # without the block's last product
     attention = 4 * config.n_heads * config.head_dim * min(cfg.seq_len, 512) / 2 * 3.5
     flops = tokens * (6 * table + config.n_layers * (6 * block + again + attention))
     wide = 6 * config.dim + 4 * (config.n_heads + config.n_kv_heads) * config.head_dim + 5 * config.ffn_dim
@@ -143,12 +157,12 @@ def nearest_fit(cfg, config: ModelConfig, gpu_bytes: int | None, host_bytes: int
             return {k: v for k, v in dataclasses.asdict(now).items() if v != getattr(cfg, k)}
         again = half(now.batch_size)
         steps = {  # in this order: first what only costs time, then what changes the step
-            "gpu": [dict(dtype="bfloat16"), dict(optimizer="adam8bit"), dict(activation_checkpointing=True),
+            "gpu": [dict(dtype="bfloat16"), dict(optimizer="adam8bit"), dict(activation_checkpointing=True, recompute=1.0),
                     dict(activation_offloading=True), dict(state_resident_gb=0.0),
                     dict(batch_size=again, gradient_accumulation_steps=now.gradient_accumulation_steps * now.batch_size // again),
                     dict(loss_chunk=min(now.loss_chunk, 256)), dict(state_buffer_gb=min(now.state_buffer_gb, 0.3)),
                     dict(gradient_accumulation_steps=half(now.gradient_accumulation_steps)), dict(seq_len=max(128, now.seq_len // 2))],
-            "host": [dict(activation_checkpointing=True), dict(grad_clip=0.0), dict(master="none"),
+            "host": [dict(activation_checkpointing=True, recompute=1.0), dict(grad_clip=0.0), dict(master="none"),
                      dict(gradient_accumulation_steps=half(now.gradient_accumulation_steps)), dict(batch_size=again),
                      dict(seq_len=max(128, now.seq_len // 2))]}[short]
         change = next((s for s in steps if any(getattr(now, k) != v for k, v in s.items())), None)

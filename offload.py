@@ -128,15 +128,18 @@ class ActivationOffload:
     without a backward leave nothing behind.
     """
 
-    IN_FLIGHT = 2  # device tensors kept until their copy is done: more hide slower copies, but cost device memory
+    IN_FLIGHT = 2  # device tensors, at least, that are kept until their copy is done
 
-    def __init__(self, params, device: torch.device, ahead: int = 1, min_elements: int = 1024):
-        """ahead: how many saved tensors early to start the way back; one block saves one per micro-batch."""
-        self.device, self.ahead, self.min_elements = device, ahead, min_elements
+    def __init__(self, params, device: torch.device, ahead_bytes: int = 0, out_bytes: int = 0, min_elements: int = 1024):
+        """
+        ahead_bytes: how much to have on its way back before it is asked for; what one block saves is right. out_bytes: how
+        much may be on its way out, beside IN_FLIGHT tensors. More hides slower copies, but costs device memory.
+        """
+        self.device, self.ahead_bytes, self.out_bytes, self.min_elements = device, ahead_bytes, out_bytes, min_elements
         self.param_storages = {p.untyped_storage().data_ptr() for p in params}
         self.free = collections.defaultdict(list)      # nbytes -> host buffers
         self.saved = weakref.WeakValueDictionary()     # running number -> _Saved, as long as autograd keeps it
-        self.copying = collections.deque()             # device tensors on their way out
+        self.copying, self.copying_bytes = collections.deque(), 0  # device tensors on their way out
         self.host_bytes = 0                            # all host buffers, free or not
         self.packed = self.packed_bytes = 0            # tensors and bytes offloaded so far
         cuda = device.type == "cuda"
@@ -150,10 +153,11 @@ class ActivationOffload:
     def __exit__(self, *error):
         self.hooks.__exit__(*error)
 
-    def settle(self, in_flight: int):
-        """Let go of device tensors, all but the newest in_flight, once the compute stream is behind their copies."""
-        while len(self.copying) > in_flight:
-            _, copied = self.copying.popleft()
+    def settle(self, tensors: int, nbytes: int):
+        """Let go of device tensors, all but the newest of this number or size, once the compute stream is behind their copies."""
+        while len(self.copying) > tensors and self.copying_bytes > nbytes:
+            tensor, copied = self.copying.popleft()
+            self.copying_bytes -= tensor.nbytes
             if copied is not None:
                 torch.cuda.current_stream(self.device).wait_event(copied)
 
@@ -168,7 +172,8 @@ class ActivationOffload:
             saved.host.copy_(tensor, non_blocking=True)
         saved.copied = copied()
         self.copying.append((tensor.detach(), saved.copied))
-        self.settle(self.IN_FLIGHT)
+        self.copying_bytes += tensor.nbytes
+        self.settle(self.IN_FLIGHT, self.out_bytes)
         self.saved[saved.index] = saved
         self.packed += 1
         self.packed_bytes += saved.host.nbytes
@@ -177,13 +182,17 @@ class ActivationOffload:
     def unpack(self, saved):
         if isinstance(saved, torch.Tensor):
             return saved
-        self.settle(0)
+        self.settle(0, 0)
         saved.fetch()
-        early = self.saved.get(saved.index - self.ahead)
-        if early is not None:
-            early.fetch()
         tensor, arrived = saved.device_copy
-        saved.device_copy = None
+        saved.device_copy, saved.used = None, True
+        before, early = saved.index - 1, 0  # backward goes from high numbers to low ones
+        while before >= 0 and early < self.ahead_bytes:
+            other = self.saved.get(before)
+            if other is not None and not other.used:
+                other.fetch()
+                early += other.host.nbytes
+            before -= 1
         if arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(arrived)
         return tensor
@@ -193,7 +202,7 @@ class _Saved:
     """One offloaded tensor. Its host buffer goes back to the pool when autograd drops it."""
 
     def __init__(self, owner: ActivationOffload, tensor: torch.Tensor):
-        self.owner, self.index, self.device_copy = owner, owner.packed, None
+        self.owner, self.index, self.device_copy, self.used = owner, owner.packed, None, False
         if owner.free[tensor.nbytes]:
             self.buffer, last_use = owner.free[tensor.nbytes].pop()
             if last_use is not None:

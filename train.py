@@ -77,7 +77,8 @@ class Config:
     dtype: Literal["bfloat16", "float32"] = "float32"  # of matrices and activations; norms, rope and loss are always float32
     compile: bool = False                # torch.compile the blocks (GPU)
     activation_checkpointing: bool = True  # recompute blocks in backward
-    activation_offloading: bool = False  # keep blocks' inputs in host memory
+    recompute: float = 1.0               # share of the blocks for which that holds; the others keep all they need
+    activation_offloading: bool = False  # keep blocks' inputs, or all that is kept, in host memory
     loss_chunk: int = 1024               # tokens whose logits exist at one time
     state_buffer_gb: float = 1.0         # GPU memory to page optimizer states through
     state_resident_gb: float | None = None  # GPU memory for states that never travel; None: what is left over
@@ -130,6 +131,7 @@ def check(cfg: Config):
     need(cfg.eps > 0, f"'eps' must be positive, got {cfg.eps}")
     need(0 <= cfg.val_fraction < 1, f"'val_fraction' must be in [0, 1), got {cfg.val_fraction}")
     need(cfg.max_steps is not None or cfg.epochs > 0, f"'epochs' must be positive, got {cfg.epochs}")
+    need(0 <= cfg.recompute <= 1, f"'recompute' must be in [0, 1], got {cfg.recompute}")
     need(cfg.seq_len >= 2, "'seq_len' must be at least 2")
     need(not cfg.grad_clip or cfg.optimizer != "bnb_paged_adamw8bit",
          "'grad_clip' needs the whole gradient at once, but bitsandbytes' optimizer is stepped inside backward; use --optimizer=adam8bit")
@@ -174,9 +176,17 @@ def make_optimizer(cfg: Config, model: Llama, gpu_bytes: int | None = None):
 def make_run_layer(cfg: Config, model: Llama):
     """How a block runs over the micro-batches, and the offloader in it (or None)."""
     offloader = None
+    again = set(forecast.recomputed(cfg, model.config))
+    again = {block for i, block in enumerate(model.layers) if i in again}
     if cfg.activation_offloading:
-        offloader = offload.ActivationOffload(model.parameters(), model.norm.weight.device, ahead=cfg.gradient_accumulation_steps)
-    return functools.partial(offload.run_layer, recompute=cfg.activation_checkpointing, offload=offloader), offloader
+        largest = max(forecast.saved_bytes(cfg, model.config, i in again) for i in model.layers)
+        offloader = offload.ActivationOffload(model.parameters(), model.norm.weight.device, ahead_bytes=largest,
+                                              out_bytes=largest if len(again) < len(model.layers) else 0)
+
+    def run_layer(block, xs, contexts):
+        return offload.run_layer(block, xs, contexts, recompute=block in again, offload=offloader)
+
+    return run_layer, offloader
 
 
 def compile_blocks(cfg: Config, model: Llama, device: torch.device, log=print):

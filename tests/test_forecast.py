@@ -70,6 +70,12 @@ def test_what_is_proposed_fits_and_says_what_changed(flags, gpu, host):
     assert not forecast.lacking(fits, SHAPE, gpu * GiB, host * GiB) and forecast.verdict(fits, SHAPE, gpu * GiB, host * GiB) == ""
 
 
+def test_recomputed_blocks_are_spread_evenly():
+    numbers = {share: forecast.recomputed(dataclasses.replace(CFG, recompute=share), SHAPE) for share in (0.0, 0.25, 0.3, 0.5, 1.0)}
+    assert numbers[0.0] == [] and numbers[1.0] == list(range(32)) and numbers[0.5] == list(range(1, 32, 2)) and numbers[0.25] == list(range(3, 32, 4))
+    assert len(numbers[0.3]) == 9 and forecast.recomputed(dataclasses.replace(CFG, activation_checkpointing=False), SHAPE) == []
+
+
 def test_what_cannot_fit_is_said():
     assert "no settings were found" in forecast.verdict(CFG, SHAPE, 12 * GiB, 64 * GiB)
 

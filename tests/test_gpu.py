@@ -80,7 +80,7 @@ def test_offload_and_recompute_are_bitwise_neutral():
     batches = [random_batch(2, 256, SHAPE.vocab_size, seed=s).to(CUDA) for s in range(4)]
     keep = lambda *a: offload.run_layer(*a, recompute=False)
     loss, want = gradients(model, batches, lambda *a: offload.run_layer(*a))
-    offloader = offload.ActivationOffload(model.parameters(), CUDA, ahead=4)
+    offloader = offload.ActivationOffload(model.parameters(), CUDA, ahead_bytes=4 * 2 * 256 * 512 * 2)
 
     def slowed(*a):
         for stream in (offloader.out_stream, offloader.in_stream):

@@ -128,7 +128,7 @@ def train_both_ways(make_optimizer, tied, steps):
         model.init_weights(3)
     start = {n: p.detach().clone() for n, p in models[0].named_parameters()}
     batches = [random_batch(2, 32, 512, seed=s) for s in range(4)]
-    offloader = offload.ActivationOffload(models[0].parameters(), torch.device("cpu"), ahead=4)
+    offloader = offload.ActivationOffload(models[0].parameters(), torch.device("cpu"), ahead_bytes=2 ** 20)
     ours, theirs = make_optimizer(models[0]), plain_adamw(models[1].parameters(), 1e-3, 0.1, betas=(0.9, 0.95), eps=1e-8)
     losses = [], []
     for _ in range(steps):

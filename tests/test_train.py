@@ -121,6 +121,15 @@ def test_the_cut_into_micro_batches_does_not_matter(run, tmp_path):
     assert lrs[0] == lrs[1] == lrs[2]
 
 
+def test_how_many_blocks_are_recomputed_or_offloaded_does_not_matter(run, tmp_path):
+    for name, flags in (("all", ["--recompute=1"]), ("half", ["--recompute=0.5", "--activation_offloading=true"]), ("none", ["--recompute=0"])):
+        assert run(f"--out_dir={tmp_path}/{name}", "--gradient_accumulation_steps=2", *flags)[0] == 0
+    for name in ("half", "none"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "all"), rel=1e-4)
+    offloaded = [r["offloaded_bytes"] for r in metrics(tmp_path / "half") if "loss" in r]
+    assert len(set(offloaded)) == 1 and offloaded[0] > 2 * 2 * 4 * 64 * 32 * 4  # more than the inputs of both blocks
+
+
 def test_validation_is_the_same_for_any_batch_size_and_disturbs_nothing(run, tmp_path):
     for batch, every in ((1, 0), (2, 1), (8, 3)):
         run(f"--out_dir={tmp_path}/{batch}", f"--batch_size={batch}", f"--gradient_accumulation_steps={8 // batch}",
