@@ -5,17 +5,19 @@ read_config, load_weights   a Hugging Face folder (config.json, *.safetensors) o
 export                      a complete Hugging Face folder
 save, load                  a checkpoint of a run: the same safetensors layout, plus optimizer states and state.json
 
-    python checkpoint.py RUN OUT        export a run's newest checkpoint
+    python checkpoint.py RUN OUT [--dtype=float32]      export a run's newest checkpoint
 
 Everything is streamed tensor by tensor or shard by shard: no second copy of the model is ever in memory.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
 import shutil
 import sys
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -309,11 +311,12 @@ COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 
 
 def export(model: Llama, folder: str, source: str | None, tokenizer_source: str | None, specials: dict | None = None,
-           dtype: torch.dtype = torch.bfloat16, log=print):
+           dtype: torch.dtype = torch.bfloat16, exact=None, log=print):
     """
     A complete Hugging Face folder: config.json, generation_config.json, the tokenizer's files byte for byte from where
     it came from, weights in dtype. source: the folder that training started from, whose config.json is kept but for
-    what changed. Written beside and renamed, so a folder with this name is always whole.
+    what changed. exact(name, p) -> the fp32 weights that a bf16 p stands for, where a run kept more of them. Written
+    beside and renamed, so a folder with this name is always whole.
     """
     work = f"{folder.rstrip('/')}.tmp"
     shutil.rmtree(work, ignore_errors=True)
@@ -340,7 +343,7 @@ def export(model: Llama, folder: str, source: str | None, tokenizer_source: str 
 
     def tensors():
         for ours, p in model.named_parameters():
-            weight = p.detach().to(dtype).cpu()
+            weight = (exact(ours, p) if exact else p.detach()).to(dtype).cpu()
             if not torch.isfinite(weight).all():
                 overflow.append(hf_name(ours))
             yield hf_name(ours), weight
@@ -501,15 +504,21 @@ def load_state(folder: str) -> dict:
     return read_json(os.path.join(folder, "state.json"))
 
 
+def optimizer_files(folder: str, state: dict) -> dict[str, dict[str, tuple]]:
+    """{parameter name: {state's key: (open file, key in the file)}} of a checkpoint's optimizer states."""
+    keys = {}
+    for i in range(field(state, folder, "optimizer_files", int)):
+        file = safe_open(os.path.join(folder, f"optimizer-{i:05d}.safetensors"), framework="pt")
+        for key in file.keys():
+            name, _, part = key.partition("|")
+            keys.setdefault(name, {})[part] = (file, key)
+    return keys
+
+
 def load_optimizer(optimizer, folder: str, state: dict):
     """Optimizer states back into their places, parameter by parameter; CheckpointError where names or shapes differ."""
-    keys = {}
     try:
-        for i in range(field(state, folder, "optimizer_files", int)):
-            file = safe_open(os.path.join(folder, f"optimizer-{i:05d}.safetensors"), framework="pt")
-            for key in file.keys():
-                name, _, part = key.partition("|")
-                keys.setdefault(name, {})[part] = (file, key)
+        keys = optimizer_files(folder, state)
         names = set(optimizer.names.values())
         if set(keys) != names:
             odd = sorted(set(keys) ^ names)
@@ -519,23 +528,45 @@ def load_optimizer(optimizer, folder: str, state: dict):
         raise CheckpointError(f"'{folder}': optimizer states can't be loaded ({type(error).__name__}: {str(error)[:150]})") from None
 
 
-def main():
-    if len(sys.argv) != 3:
-        sys.exit(__doc__.strip())
-    run_dir, out = sys.argv[1:]
+@dataclasses.dataclass
+class Config:
+    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"  # of the weights; float32 holds what --master=residual kept
+
+
+def main(argv=None) -> int:
+    import configurator
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) < 2 or argv[0].startswith("-"):
+        print(__doc__.strip(), "\n", configurator.help_text(Config), sep="\n")
+        return 0 if "--help" in argv or "-h" in argv else 2
+    run_dir, out = argv[:2]
     try:
+        dtype = getattr(torch, configurator.parse(Config, argv[2:])[0].dtype)
         folder = newest(run_dir)
-        settings = read_json(os.path.join(run_dir, "config.json"))
+        state, settings = load_state(folder), read_json(os.path.join(run_dir, "config.json"))
         config = read_config(folder)
-        model = Llama(config, torch.bfloat16)
+        with torch.device("meta"):
+            model = Llama(config, torch.float32 if settings.get("dtype") == "float32" else torch.bfloat16)
+        model.to_empty(device="cpu")
+        if config.tie_word_embeddings:
+            model.output.weight = model.tok_embeddings.weight
         load_weights(model, folder)
+        exact = None
+        if settings.get("master") == "residual" and dtype == torch.float32:
+            from optim import join_residual
+            files = optimizer_files(folder, state)
+
+            def exact(name, p):
+                found = files[name].get("residual")
+                return join_residual(p.detach().flatten(), found[0].get_tensor(found[1])[:p.numel()]).view(p.shape) if found else p.detach()
         source = settings.get("init_from")
-        export(model, out, source if source != "scratch" else None, settings.get("tokenizer"))
-        print(f"{out}: step {load_state(folder)['step']} of {run_dir}, bfloat16")
-    except CheckpointError as error:
+        export(model, out, source if source != "scratch" else None, settings.get("tokenizer") or source, dtype=dtype, exact=exact)
+        print(f"{out}: step {state['step']} of {run_dir}, {str(dtype).removeprefix('torch.')}")
+        return 0
+    except (CheckpointError, configurator.ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

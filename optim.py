@@ -607,6 +607,16 @@ class Adam8bit(_InBackward):
                 "residual": page_bytes[2 * total + place:2 * total + place + n].view(torch.int8) if self.residual else None,
                 "m_scale": scales[:total // BLOCK][blocks], "v_scale": scales[total // BLOCK:][blocks]}
 
+    @torch.no_grad()
+    def exact(self, name, p) -> torch.Tensor:
+        """The fp32 weights that p and its residual stand for, on the host; p's own where it has none."""
+        if not self.residual or p in self.small:
+            return p.detach().float().cpu()
+        pages, flat, parts = self.pages.at_rest(), p.detach().flatten().cpu(), []
+        for page, start, end, place in self.slices[p]:
+            parts.append(join_residual(flat[start:end], self.views(pages[page], page, place, end - start)["residual"][:end - start].cpu()))
+        return torch.cat(parts).view(p.shape)
+
     def state(self):
         """Yields (parameter name, {key: host tensor}) between steps, one parameter at a time."""
         pages = self.pages.at_rest()

@@ -100,6 +100,7 @@ class Config:
     sample_tokens: int = 200             # length of the sample at the end, 0: none
     sample_prompt: str = "The "          # what it continues
     export: str | None = None            # folder for the result in Hugging Face's format
+    export_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"  # float32 holds what master=residual kept
 
 
 console = monitor.Console()
@@ -501,7 +502,9 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
         say("memory at most: " + ", ".join(f"{p} {measured[p]:.2f} GB (expected {expected[p]:.2f})" for p in measured if expected[p]))
     if cfg.export:
         specials = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.end_of_text}
-        checkpoint.export(model, cfg.export, cfg.init_from if from_folder else None, tokenizer_source, specials, log=say)
+        exact = optimizer.exact if cfg.master == "residual" and cfg.export_dtype == "float32" else None
+        checkpoint.export(model, cfg.export, cfg.init_from if from_folder else None, tokenizer_source, specials,
+                          getattr(torch, cfg.export_dtype), exact, say)
         say(f"exported {cfg.export}")
     if cfg.sample_tokens:
         say(f"\na sample: {cfg.sample_prompt}")

@@ -209,6 +209,22 @@ def test_export_and_sample(run, tmp_path, capsys):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_an_export_in_float32_holds_what_the_residual_kept(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(train.optim, "MIN_8BIT", 256)
+    flags = ["--dtype=bfloat16", "--master=residual", "--max_steps=4", f"--export={tmp_path}/hf", "--export_dtype=float32"]
+    assert run(*flags)[0] == 0
+    assert checkpoint.main([str(tmp_path / "out"), str(tmp_path / "again"), "--dtype=float32"]) == 0
+    exact, again = (load_file(tmp_path / n / "model.safetensors") for n in ("hf", "again"))
+    rounded = weights(tmp_path / "out")
+    assert all(t.dtype == torch.float32 for t in exact.values()) and json.load(open(tmp_path / "hf" / "config.json"))["torch_dtype"] == "float32"
+    for name, w in exact.items():
+        assert torch.equal(w, again[name])
+        error = (w - rounded[name].float()).abs()
+        assert (error <= rounded[name].float().abs() * 2 ** -7 + 1e-30).all()
+        if w.dim() == 2:
+            assert (error > 0).float().mean() > 0.9, name  # more than bf16 can hold
+
+
 def test_a_second_run_in_the_same_folder_is_refused_and_a_stale_lock_is_not_in_the_way(run, tmp_path):
     (tmp_path / "out").mkdir()
     with checkpoint.lock(str(tmp_path / "out")):
