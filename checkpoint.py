@@ -82,7 +82,8 @@ def field(spec: dict, path: str, key: str, kind, default=...):
         value = default
     if value is ...:
         raise CheckpointError(f"{path}: '{key}' is missing")
-    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float)) or (kind is int and (value != int(value) or not 0 < value < 2 ** 31)):
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float)) or (
+            kind is int and (not 0 < value < 2 ** 31 or value != int(value))):
         raise CheckpointError(f"{path}: '{key}' must be a {kind.__name__}, got {value!r}")
     return kind(value)
 
@@ -266,7 +267,13 @@ def write_json(path: str, value):
         os.fsync(f.fileno())
 
 
-def write_shards(folder: str, prefix: str, sizes: list[tuple[str, int]], tensors, done=lambda: None):
+def write_safetensors(path: str, tensors: dict[str, torch.Tensor]):
+    save_file(tensors, path, metadata={"format": "pt"})
+    with open(path, "rb+") as f:
+        os.fsync(f.fileno())
+
+
+def write_shards(folder: str, prefix: str, sizes: list[tuple[str, int]], tensors):
     """
     Writes an iterable of (name, host tensor) as prefix-0000i-of-0000n.safetensors with an index, one shard in memory
     at a time. sizes: (name, bytes) in the same order, known beforehand, to cut the shards.
@@ -284,13 +291,9 @@ def write_shards(folder: str, prefix: str, sizes: list[tuple[str, int]], tensors
         if i == cuts[number]:
             number += 1
             file = f"{prefix}-{number:05d}-of-{total:05d}.safetensors" if total > 1 else f"{prefix}.safetensors"
-            path = os.path.join(folder, file)
-            save_file(shard, path, metadata={"format": "pt"})
-            with open(path, "rb+") as f:
-                os.fsync(f.fileno())
+            write_safetensors(os.path.join(folder, file), shard)
             weight_map.update(dict.fromkeys(shard, file))
             shard = {}
-            done()
     if total > 1:
         write_json(os.path.join(folder, f"{prefix}.safetensors.index.json"),
                    {"metadata": {"total_size": sum(s for _, s in sizes)}, "weight_map": weight_map})
@@ -318,9 +321,6 @@ def export(model: Llama, folder: str, source: str | None, tokenizer_source: str 
     what changed. exact(name, p) -> the fp32 weights that a bf16 p stands for, where a run kept more of them. Written
     beside and renamed, so a folder with this name is always whole.
     """
-    work = f"{folder.rstrip('/')}.tmp"
-    shutil.rmtree(work, ignore_errors=True)
-    os.makedirs(work)
     name = str(dtype).removeprefix("torch.")
     base = {}
     if source and os.path.isfile(os.path.join(source, "config.json")):
@@ -329,32 +329,43 @@ def export(model: Llama, folder: str, source: str | None, tokenizer_source: str 
                                                                "tie_word_embeddings": model.config.tie_word_embeddings}
     if "dtype" in spec:
         spec["dtype"] = name
-    write_json(os.path.join(work, "config.json"), spec)
-    for origin in (source, tokenizer_source):
-        for file in COPIED:
-            here = os.path.join(origin or "", file) if origin and os.path.isdir(origin) else origin
-            if here and os.path.basename(here) == file and os.path.isfile(here):
-                shutil.copyfile(here, os.path.join(work, file))
-    if not os.path.exists(os.path.join(work, "generation_config.json")):
-        write_json(os.path.join(work, "generation_config.json"), {"do_sample": True, "temperature": 0.6, "top_p": 0.9, **(specials or {})})
-    if not os.path.exists(os.path.join(work, "tokenizer.json")):
-        log(f"note: {folder} has no tokenizer.json, because the tokenizer did not come from one; transformers needs it, vLLM too")
-    overflow = []
 
     def tensors():
         for ours, p in model.named_parameters():
             weight = (exact(ours, p) if exact else p.detach()).to(dtype).cpu()
             if not torch.isfinite(weight).all():
-                overflow.append(hf_name(ours))
+                raise CheckpointError(f"export: {hf_name(ours)} {'does not fit into float16' if dtype == torch.float16 else 'is not finite'}")
             yield hf_name(ours), weight
 
-    sizes = [(n, p.numel() * torch.empty(0, dtype=dtype).element_size()) for n, p in model.named_parameters()]
-    write_shards(work, "model", sizes, tensors())
-    if overflow:
-        shutil.rmtree(work)
-        raise CheckpointError(f"export: {overflow[0]} does not fit into {name} (overflow)" if dtype == torch.float16
-                              else f"export: {overflow[0]} is not finite")
-    replace_folder(work, folder)
+    with whole_folder(folder, "the export") as work:
+        write_json(os.path.join(work, "config.json"), spec)
+        for origin in (source, tokenizer_source):
+            for file in COPIED:
+                here = os.path.join(origin or "", file) if origin and os.path.isdir(origin) else origin
+                if here and os.path.basename(here) == file and os.path.isfile(here):
+                    shutil.copyfile(here, os.path.join(work, file))
+        if not os.path.exists(os.path.join(work, "generation_config.json")):
+            write_json(os.path.join(work, "generation_config.json"), {"do_sample": True, "temperature": 0.6, "top_p": 0.9, **(specials or {})})
+        if not os.path.exists(os.path.join(work, "tokenizer.json")):
+            log(f"note: {folder} has no tokenizer.json, because the tokenizer did not come from one; transformers needs it, vLLM too")
+        write_shards(work, "model", [(n, p.numel() * dtype.itemsize) for n, p in model.named_parameters()], tensors())
+
+
+@contextlib.contextmanager
+def whole_folder(folder: str, what: str):
+    """A folder to write into, which gets its name when all is written; if that fails, it is removed: CheckpointError."""
+    work = f"{folder.rstrip('/')}.tmp"
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        os.makedirs(work)
+        yield work
+        replace_folder(work, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(work, ignore_errors=True)
+        raise CheckpointError(f"{what} could not be written ({error}); what was there before is intact") from None
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def replace_folder(work: str, folder: str):
@@ -420,11 +431,15 @@ def lock(run_dir: str):
 
 def point(run_dir: str, pointer: str, name: str):
     """Makes run_dir/pointer ('latest', 'best') a text file that names a checkpoint, in one step."""
-    with open(os.path.join(run_dir, f"{pointer}.tmp"), "w", encoding="utf-8") as f:
-        f.write(name + "\n")
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(os.path.join(run_dir, f"{pointer}.tmp"), os.path.join(run_dir, pointer))
+    path = os.path.join(run_dir, pointer)
+    try:
+        with open(f"{path}.tmp", "w", encoding="utf-8") as f:
+            f.write(name + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(f"{path}.tmp", path)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written ({error}), but {name} is complete") from None
 
 
 def pointed(run_dir: str, pointer: str) -> str | None:
@@ -443,23 +458,17 @@ def save(run_dir: str, model: Llama, optimizer, state: dict, keep: int, best: bo
     at it, and removes all but the newest `keep` checkpoints and the best. If anything fails, what was written is removed and earlier checkpoints are as they were.
     """
     name = f"step_{state['step']:06d}"
-    work = os.path.join(run_dir, f"{name}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        check_disk(run_dir, checkpoint_bytes(model, optimizer), "a checkpoint")
-        os.makedirs(work)
-        sizes = [(n, p.nbytes) for n, p in model.named_parameters()]
-        write_shards(work, "model", sizes, ((hf_name(n), p.detach().cpu()) for n, p in model.named_parameters()))
+    check_disk(run_dir, checkpoint_bytes(model, optimizer), "a checkpoint")
+    with whole_folder(os.path.join(run_dir, name), f"the checkpoint of step {state['step']}") as work:
+        write_shards(work, "model", [(n, p.nbytes) for n, p in model.named_parameters()],
+                     ((hf_name(n), p.detach().cpu()) for n, p in model.named_parameters()))
         # parameter by parameter, one file each time a shard is full
         shard, files = {}, 0
 
         def flush():
             nonlocal shard, files
             if shard:
-                path = os.path.join(work, f"optimizer-{files:05d}.safetensors")
-                save_file(shard, path, metadata={"format": "pt"})
-                with open(path, "rb+") as f:
-                    os.fsync(f.fileno())
+                write_safetensors(os.path.join(work, f"optimizer-{files:05d}.safetensors"), shard)
                 shard, files = {}, files + 1
 
         for param, tensors in optimizer.state():
@@ -469,15 +478,8 @@ def save(run_dir: str, model: Llama, optimizer, state: dict, keep: int, best: bo
         flush()
         write_json(os.path.join(work, "config.json"), hf_config(model.config, str(model.output.weight.dtype).removeprefix("torch.")))
         write_json(os.path.join(work, "state.json"), state | {"optimizer_files": files})
-        replace_folder(work, os.path.join(run_dir, name))
-        for pointer in ["latest"] + ["best"] * best:
-            point(run_dir, pointer, name)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(work, ignore_errors=True)
-        raise CheckpointError(f"the checkpoint of step {state['step']} could not be written ({error}); earlier ones are intact") from None
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+    for pointer in ["latest"] + ["best"] * best:
+        point(run_dir, pointer, name)
     for old in sorted(checkpoints(run_dir))[:-keep] if keep else []:
         if old < state["step"] and f"step_{old:06d}" != pointed(run_dir, "best"):
             shutil.rmtree(os.path.join(run_dir, f"step_{old:06d}"), ignore_errors=True)
@@ -558,7 +560,9 @@ def main(argv=None) -> int:
 
             def exact(name, p):
                 found = files[name].get("residual")
-                return join_residual(p.detach().flatten(), found[0].get_tensor(found[1])[:p.numel()]).view(p.shape) if found else p.detach()
+                if not found:
+                    return p.detach()
+                return join_residual(p.detach().flatten(), found[0].get_tensor(found[1])[:p.numel()]).view(p.shape)
         source = settings.get("init_from")
         export(model, out, source if source != "scratch" else None, settings.get("tokenizer") or source, dtype=dtype, exact=exact)
         print(f"{out}: step {state['step']} of {run_dir}, {str(dtype).removeprefix('torch.')}")
