@@ -13,6 +13,7 @@ Everything is streamed tensor by tensor or shard by shard: no second copy of the
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -29,7 +30,10 @@ SHARD_BYTES = 10 ** 9
 
 
 class CheckpointError(Exception):
-    """A checkpoint can't be read or written; the message is one clear line."""
+    """A checkpoint can't be read or written; the message is one clear line, whatever names and values a file puts into it."""
+
+    def __init__(self, message: str):
+        super().__init__(message if len(message) < 800 else f"{message[:500]} ... {message[-200:]}")
 
 
 # -----------------------------------------------------------------------------
@@ -75,15 +79,15 @@ def read_json(path: str) -> dict:
     return value
 
 
-def field(spec: dict, path: str, key: str, kind, default=...):
-    """A number (or bool) from a config file; CheckpointError if it is missing or of another type."""
+def field(spec: dict, path: str, key: str, kind, default=..., least: int = 1):
+    """A number (or bool) from a JSON file; CheckpointError if it is missing or of another type, or an int is out of range."""
     value = spec.get(key, default)
     if value is None and default is not ...:
         value = default
     if value is ...:
         raise CheckpointError(f"{path}: '{key}' is missing")
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float)) or (
-            kind is int and (not 0 < value < 2 ** 31 or value != int(value))):
+            kind is int and (not least <= value < 2 ** (31 if least > 0 else 62) or value != int(value))):
         raise CheckpointError(f"{path}: '{key}' must be a {kind.__name__}, got {value!r}")
     return kind(value)
 
@@ -503,13 +507,21 @@ def newest(run_dir: str) -> str:
 
 
 def load_state(folder: str) -> dict:
-    return read_json(os.path.join(folder, "state.json"))
+    """What save() was given as state; CheckpointError if it is damaged."""
+    path = os.path.join(folder, "state.json")
+    state = read_json(path)
+    counts = {key: field(state, path, key, int, 0, least=0) for key in ("consumed", "tokens", "optimizer_files")}
+    for key, kind in (("settings", dict), ("fingerprint", str)):
+        if not isinstance(state.get(key, kind()), kind):
+            raise CheckpointError(f"{path}: '{key}' must be a {kind.__name__}")
+    return state | counts | {"step": field(state, path, "step", int, least=0), "best": field(state, path, "best", float, math.inf),
+                             "validated_at": field(state, path, "validated_at", int, -1, least=-1)}
 
 
 def optimizer_files(folder: str, state: dict) -> dict[str, dict[str, tuple]]:
     """{parameter name: {state's key: (open file, key in the file)}} of a checkpoint's optimizer states."""
     keys = {}
-    for i in range(field(state, folder, "optimizer_files", int)):
+    for i in range(state["optimizer_files"]):
         file = safe_open(os.path.join(folder, f"optimizer-{i:05d}.safetensors"), framework="pt")
         for key in file.keys():
             name, _, part = key.partition("|")

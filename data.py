@@ -470,7 +470,7 @@ class Prepared:
             path = os.path.join(self.folder, name)
             try:
                 shard = np.load(path, mmap_mode="r", allow_pickle=False)
-            except (OSError, ValueError, EOFError) as error:
+            except Exception as error:  # numpy raises many kinds for a damaged header
                 raise DataError(f"prepared data '{path}' is damaged ({error}); delete the folder to prepare it anew") from None
             if shard.dtype != np.uint32 or shard.ndim != 2 or shard.shape[1] != self.meta["seq_len"] + 1:
                 raise DataError(f"prepared data '{path}' holds {shard.dtype} {shard.shape}, not uint32 rows of {self.meta['seq_len'] + 1}")
@@ -478,9 +478,27 @@ class Prepared:
         return shards
 
 
+def read_meta(folder: str) -> dict | None:
+    """A prepared folder's meta.json, None if there is none; DataError unless it is as it was written."""
+    try:
+        with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
+            meta = json.load(f)
+        if meta.pop("check") == meta_check(meta):
+            return meta
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise DataError(f"prepared data '{folder}' is damaged; delete the folder to prepare it anew")
+
+
+def meta_check(meta: dict) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
 def fingerprint(data: str, tokenizer: Tokenizer, **settings) -> str:
     """Hash of everything that decides the rows: the files' contents, the tokenizer, the settings and this format."""
-    digest = hashlib.sha256(json.dumps(["rows-1", tokenizer.digest, settings], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(["rows-2", tokenizer.digest, settings], sort_keys=True).encode())
     if data == "pydoc":
         digest.update(json.dumps(pydoc_texts(), sort_keys=True).encode())
     else:
@@ -507,13 +525,9 @@ def prepare(data: str, tokenizer: Tokenizer, cache_dir: str, seq_len: int, val_f
     if val_data:
         key = hashlib.sha256(f"{key} {fingerprint(val_data, tokenizer, **settings)}".encode()).hexdigest()[:16]
     folder = os.path.join(cache_dir, key)
-    try:
-        with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
-            return Prepared(folder, json.load(f))
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except ValueError:
-        raise DataError(f"prepared data '{folder}' is damaged; delete the folder to prepare it anew") from None
+    meta = read_meta(folder)
+    if meta:
+        return Prepared(folder, meta)
     work = f"{folder}.{os.getpid()}.tmp"
     shutil.rmtree(work, ignore_errors=True)
     try:
@@ -542,7 +556,7 @@ def prepare(data: str, tokenizer: Tokenizer, cache_dir: str, seq_len: int, val_f
                 "rows": {s: p.n_rows for s, p in packers.items()}, "shards": {s: p.shards for s, p in packers.items()},
                 "max_token": max(p.max_token for p in packers.values())}
         with open(os.path.join(work, "meta.json"), "w", encoding="utf-8") as f:
-            json.dump(meta, f, indent=1)
+            json.dump(meta | {"check": meta_check(meta)}, f, indent=1)
         if os.path.exists(folder):  # another run was faster
             shutil.rmtree(work)
         else:

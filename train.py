@@ -360,9 +360,9 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     if folder:
         say(f"resuming {folder}")
         for name, value in dataclasses.asdict(cfg).items():
-            if name in state.get("settings", {}) and state["settings"][name] != value and name != "resume":
+            if name in state["settings"] and state["settings"][name] != value and name != "resume":
                 say(f"  {name}: {state['settings'][name]} -> {value}")
-        if state["fingerprint"] != prepared.meta["fingerprint"]:
+        if state.get("fingerprint") != prepared.meta["fingerprint"]:
             say("warning: the data differs from what the checkpoint was trained on: starting at its first row")
             state["consumed"] = 0
     problem = forecast.verdict(as_run, config, *limits)
@@ -392,7 +392,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     n_params = sum(p.numel() for p in model.parameters())
     peak = monitor.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     step, tokens, first_loss, val_loss = state["step"], state["tokens"], None, math.nan
-    best, validated_at, saved_at = state.get("best", math.inf), state.get("validated_at"), step if folder else None
+    best, validated_at, saved_at = state.get("best", math.inf), state.get("validated_at", -1), step if folder else None
     skipped, spike = 0, monitor.Spike()
     window_ms, rates = [], []  # of the steps since the last log line
     fresh = True  # the first step warms up and compiles: it is logged, but not counted in tok/s

