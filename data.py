@@ -23,6 +23,7 @@ import unicodedata
 import zlib
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import tiktoken
@@ -344,7 +345,7 @@ def json_rows(path: str):
                         raise DataError(f"{path}:{number}: not JSON ({str(error)[:80]})") from None
             return
         decoder, buffer, at, number = json.JSONDecoder(), f.read(1 << 20).lstrip(), 1, 0
-        gap = re.compile(r"[ \t\r\n,]*")
+        gap = re.compile(r"[ \t\r\n]*,?[ \t\r\n]*")
         while True:
             at = gap.match(buffer, at).end()
             if buffer.startswith("]", at):
@@ -604,15 +605,15 @@ def encode_batch(batch, tokenizer, train_on_input):
 
 class Packer:
     """
-    Best fit over a window of open rows: a document goes into the fullest row it fits in. Writes shards of about
-    64 MB; memory is bounded by the window and one shard.
+    Best fit decreasing: of every BUFFER documents the longest is placed first, each into the fullest of at most WINDOW
+    open rows it fits in. Writes shards of about 64 MB; memory is bounded by buffer, window and one shard.
     """
 
-    WINDOW = 256
+    BUFFER, WINDOW = 4096, 4096
 
     def __init__(self, folder: str, split: str, seq_len: int):
         self.folder, self.split, self.seq_len = folder, split, seq_len
-        self.open, self.room = [], np.zeros(0, np.int64)
+        self.waiting, self.open, self.room = [], [], np.zeros(0, np.int64)
         self.done, self.shards, self.n_rows, self.max_token = [], [], 0, 0
         self.shard_rows = max(1, 2 ** 24 // (seq_len + 1))
 
@@ -634,7 +635,14 @@ class Packer:
             if len(piece) >= T:
                 self.emit(np.pad(piece, (0, T + 1 - len(piece))))
             else:
-                self.place(piece)
+                self.waiting.append(piece)
+        if len(self.waiting) >= self.BUFFER:
+            self.place_waiting()
+
+    def place_waiting(self):
+        for piece in sorted(self.waiting, key=len, reverse=True):
+            self.place(piece)
+        self.waiting = []
 
     def place(self, piece):
         fits = np.flatnonzero(self.room >= len(piece))
@@ -674,6 +682,7 @@ class Packer:
         self.done = []
 
     def close(self):
+        self.place_waiting()
         while self.open:
             self.close_row(len(self.open) - 1)
         if self.done:
@@ -783,39 +792,41 @@ def show(prepared: Prepared, tokenizer: Tokenizer, n: int):
                     return
 
 
-def main():
-    from dataclasses import dataclass as settings
-    from typing import Literal
+@dataclass
+class Config:
+    tokenizer: str = "byte"               # 'byte', tokenizer.model, tokenizer.json, or a folder with one
+    seq_len: int = 2048                   # tokens per row
+    val_fraction: float = 0.0             # share of documents kept for validation
+    text_documents: Literal["file", "block"] = "file"  # one document per text file, or blank lines separate documents
+    train_on_input: bool = False          # learn users' turns too
+    chat_template: Literal["llama3", "chatml"] | None = None  # None: what the tokenizer is made for
+    cache_dir: str = "cache"              # prepared rows
+    show: int = 0                         # print this many samples
+
+
+def main(argv=None) -> int:
     import configurator
-
-    @settings
-    class Config:
-        tokenizer: str = "byte"               # 'byte', tokenizer.model, tokenizer.json, or a folder with one
-        seq_len: int = 2048                   # tokens per row
-        val_fraction: float = 0.0             # share of documents kept for validation
-        text_documents: Literal["file", "block"] = "file"  # one document per text file, or blank lines separate documents
-        train_on_input: bool = False          # learn users' turns too
-        chat_template: Literal["llama3", "chatml"] | None = None  # None: what the tokenizer is made for
-        cache_dir: str = "cache"              # prepared rows
-        show: int = 0                         # print this many samples
-
-    if len(sys.argv) < 2 or sys.argv[1].startswith("--"):
-        sys.exit(__doc__.split("\n\n")[1].strip())
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0].startswith("-") or "--help" in argv:
+        print(__doc__.strip(), "\n", configurator.help_text(Config), sep="\n")
+        return 0 if "--help" in argv or "-h" in argv else 2
     try:
-        cfg, _ = configurator.parse(Config, sys.argv[2:])
+        cfg, _ = configurator.parse(Config, argv[1:])
         if cfg.seq_len < 2 or not 0 <= cfg.val_fraction < 1:
             raise configurator.ConfigError("'seq_len' must be at least 2, 'val_fraction' in [0, 1)")
-        sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character of the data
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character of the data
         tokenizer = load_tokenizer(cfg.tokenizer)
-        prepared = prepare(sys.argv[1], tokenizer, cfg.cache_dir, cfg.seq_len, cfg.val_fraction, None, cfg.text_documents,
+        prepared = prepare(argv[0], tokenizer, cfg.cache_dir, cfg.seq_len, cfg.val_fraction, None, cfg.text_documents,
                            cfg.train_on_input, cfg.chat_template)
-        print("\n".join([f"prepared {sys.argv[1]} in {prepared.folder}", *report(prepared)]))
+        print("\n".join([f"prepared {argv[0]} in {prepared.folder}", *report(prepared)]))
         if cfg.show:
             show(prepared, tokenizer, cfg.show)
+        return 0
     except (DataError, configurator.ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -614,3 +614,26 @@ def test_a_batch_holds_the_rows_it_names_and_evaluation_sees_each_once_in_order(
     batch = data.Loader(SHARDS, 7, seed=1).next()
     assert np.array_equal(batch.tokens, rows[list(batch.rows), :-1] & data.TOKEN)
     assert [b.rows for b in data.Loader(SHARDS, 4, shuffle=False)] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
+
+
+def test_a_doubled_comma_in_an_array_is_named_by_its_row(tmp_path):
+    (tmp_path / "rows.json").write_text('[{"text": "a"},, {"text": "b"}]')
+    with pytest.raises(data.DataError, match="row 2 is not JSON"):
+        list(data.json_rows(str(tmp_path / "rows.json")))
+
+
+@pytest.mark.parametrize("low, high, fill", [(100, 500, 0.99), (300, 1500, 0.99), (20, 2000, 0.99), (400, 900, 0.93)])
+def test_rows_are_filled_with_whole_documents(tmp_path, low, high, fill):
+    rng, counts = np.random.default_rng(0), Counter()
+    packer = data.Packer(str(tmp_path), "train", 2048)
+    for n in rng.integers(low, high + 1, 10_000):
+        packer.add("text", np.full(n, 7, np.uint32), np.ones(n, bool), counts)
+    packer.close()
+    assert counts["tokens"] / (packer.n_rows * 2048) > fill
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["x.jsonl", "--help"]])
+def test_help_shows_all_settings(argv, capsys):
+    assert data.main(argv) == 0
+    out = capsys.readouterr().out
+    assert all(f"--{name}=" in out for name in vars(data.Config())) and data.main([]) == 2
