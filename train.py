@@ -324,19 +324,31 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
         return locked_run(cfg, origin, device, Signals())
 
 
-def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signals: Signals) -> int:
-    began = time.time()
-    # resume or start: which weights, which step
-    folder, state = None, {"step": 0, "consumed": 0, "tokens": 0}
-    if checkpoint.checkpoints(cfg.out_dir) and not cfg.eval_only or cfg.resume:
-        if not cfg.resume:
-            raise configurator.ConfigError(f"'{cfg.out_dir}' holds checkpoints of an earlier run; continue it with --resume, "
-                                           "choose another --out_dir, or delete it")
-        if checkpoint.checkpoints(cfg.out_dir):
-            folder = checkpoint.newest(cfg.out_dir)
-            state = checkpoint.load_state(folder)
-        else:
+def where_to_start(cfg: Config) -> tuple[str | None, dict]:
+    """(the checkpoint to go on from, or None; its state, or that of a new run)"""
+    new = {"step": 0, "consumed": 0, "tokens": 0, "best": math.inf, "validated_at": -1}
+    if not checkpoint.checkpoints(cfg.out_dir):
+        if cfg.resume:
             say(f"nothing to resume in '{cfg.out_dir}': starting from {cfg.init_from}")
+        return None, new
+    if not cfg.resume:
+        if cfg.eval_only:
+            return None, new
+        raise configurator.ConfigError(f"'{cfg.out_dir}' holds checkpoints of an earlier run; continue it with --resume, "
+                                       "choose another --out_dir, or delete it")
+    folder = checkpoint.newest(cfg.out_dir)
+    state = checkpoint.load_state(folder)
+    say(f"resuming {folder}")
+    for name, value in dataclasses.asdict(cfg).items():
+        if name in state["settings"] and state["settings"][name] != value and name != "resume":
+            say(f"  {name}: {state['settings'][name]} -> {value}")
+    return folder, state
+
+
+def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signals: Signals) -> int:
+    """The run, when nobody else writes to its folder."""
+    began = time.time()
+    folder, state = where_to_start(cfg)
 
     # data and model shape; all that can be wrong is found here, before the GPU is touched
     from_folder = cfg.init_from != "scratch"
@@ -357,26 +369,24 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     limits = memory_limits(cfg, device)
     as_run = dataclasses.replace(cfg, state_resident_gb=forecast.resident_gb(cfg, config, limits[0]))
     plan = {"rows": rows_per_step, "tokens": rows_per_step * cfg.seq_len, "max_steps": max_steps, "as_run": as_run}
-    if folder:
-        say(f"resuming {folder}")
-        for name, value in dataclasses.asdict(cfg).items():
-            if name in state["settings"] and state["settings"][name] != value and name != "resume":
-                say(f"  {name}: {state['settings'][name]} -> {value}")
-        if state.get("fingerprint") != prepared.meta["fingerprint"]:
-            say("warning: the data differs from what the checkpoint was trained on: starting at its first row")
-            state["consumed"] = 0
+    if folder and state.get("fingerprint") != prepared.meta["fingerprint"]:
+        say("warning: the data differs from what the checkpoint was trained on: starting at its first row")
+        state["consumed"] = 0
     problem = forecast.verdict(as_run, config, *limits)
     if problem:
         raise configurator.ConfigError(problem)
 
     weights = folder or (cfg.init_from if from_folder else None)
     if cfg.eval_only:
+        if not val_shards:
+            raise configurator.ConfigError("there is nothing to validate on; give --val_data or a --val_fraction")
         model = make_model(cfg, config, device, weights, say)
         loss = evaluate(model, val_shards, cfg, device, signals.raise_if_received)
         say(f"val loss {loss:.4f} | perplexity {math.exp(min(loss, 700)):.2f}")
         return 0
-    needed = forecast.n_params(config) * (6 if cfg.dtype == "float32" else 4)
-    checkpoint.check_disk(cfg.out_dir, needed, "the first checkpoint")
+    saves = min(cfg.keep_checkpoints + 1, 1 + (max_steps // cfg.save_every if cfg.save_every else 0))
+    size = forecast.n_params(config) * ((4 if cfg.dtype == "float32" else 2) + (3 if cfg.master == "residual" else 2))
+    checkpoint.check_disk(cfg.out_dir, saves * size, f"room for {saves} checkpoint{'s' * (saves > 1)}")
     model = make_model(cfg, config, device, weights, say)
     optimizer = make_optimizer(cfg, model, limits[0])
     if folder:
@@ -392,7 +402,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     n_params = sum(p.numel() for p in model.parameters())
     peak = monitor.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     step, tokens, first_loss, val_loss = state["step"], state["tokens"], None, math.nan
-    best, validated_at, saved_at = state.get("best", math.inf), state.get("validated_at", -1), step if folder else None
+    best, validated_at, saved_at = state["best"], state["validated_at"], step if folder else None
     skipped, spike = 0, monitor.Spike()
     window_ms, rates = [], []  # of the steps since the last log line
     fresh = True  # the first step warms up and compiles: it is logged, but not counted in tok/s
