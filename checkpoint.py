@@ -459,7 +459,8 @@ def pointed(run_dir: str, pointer: str) -> str | None:
 def save(run_dir: str, model: Llama, optimizer, state: dict, keep: int, best: bool = False):
     """
     Writes run_dir/step_000100 under a temporary name, renames it, points run_dir/latest (and run_dir/best, if it is)
-    at it, and removes all but the newest `keep` checkpoints and the best. If anything fails, what was written is removed and earlier checkpoints are as they were.
+    at it, and removes all but the newest `keep` checkpoints and the best. If anything fails, what was written is removed
+    and earlier checkpoints are as they were.
     """
     name = f"step_{state['step']:06d}"
     check_disk(run_dir, checkpoint_bytes(model, optimizer), "a checkpoint")
@@ -562,8 +563,6 @@ def main(argv=None) -> int:
         with torch.device("meta"):
             model = Llama(config, torch.float32 if settings.get("dtype") == "float32" else torch.bfloat16)
         model.to_empty(device="cpu")
-        if config.tie_word_embeddings:
-            model.output.weight = model.tok_embeddings.weight
         load_weights(model, folder)
         exact = None
         if settings.get("master") == "residual" and dtype == torch.float32:

@@ -177,6 +177,8 @@ class Llama(nn.Module):
         super()._apply(fn, recurse)  # .to(bfloat16) or .to_empty() must not touch the fp32 table: make it anew
         if not self.rope_freqs.is_meta:
             self.rope_freqs = rope_frequencies(self.config).to(self.rope_freqs.device)
+        if self.config.tie_word_embeddings:
+            self.output.weight = self.tok_embeddings.weight  # to_empty() makes two of them
         return self
 
     @torch.no_grad()

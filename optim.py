@@ -107,9 +107,11 @@ def adam8bit_torch(p, g, state, h, offset, keys, scale):
       state  dict: m, v uint8 [blocks * 256], m_scale, v_scale fp32 [blocks], residual int8 [blocks * 256] or None
       h      Hyper                                     offset place of the slice in its parameter, for the random bits
       keys   two 32-bit ints, or None: round to nearest
-      scale  fp32 [1], multiplies the gradient (clipping)
+      scale  fp32 [1], multiplies the gradient (clipping); NaN: nothing is updated
     update = lr * m^ / (sqrt(v^) + eps), decay folded in: p <- round(p * (1 - lr * wd) - update), rounded once.
     """
+    if torch.isnan(scale):
+        return
     n, blocks = p.numel(), state["m_scale"].numel()
 
     def pad(x):
@@ -214,11 +216,14 @@ if triton:
                          n, offset, key1, key2, beta1, beta2, eps, step_size, decay,
                          STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr, FP32: tl.constexpr,
                          EVEN: tl.constexpr, ROWS: tl.constexpr):
+        scale = tl.load(scale_ptr)
+        if scale != scale:  # a gradient of this step was not finite
+            return
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         at = rows[:, None] * 256 + tl.arange(0, 256)[None, :]
         inside = at < n if not EVEN else None  # a mask would split the loads into single bytes
         row_inside = rows * 256 < n if not EVEN else None
-        g = tl.load(g_ptr + at, inside).to(tl.float32) * tl.load(scale_ptr)
+        g = tl.load(g_ptr + at, inside).to(tl.float32) * scale
         p = tl.load(p_ptr + at, inside)
         m_number = tl.load(m_ptr + at, inside).to(tl.int32) - 127
         v_number = tl.load(v_ptr + at, inside).to(tl.int32) + 1
@@ -309,15 +314,15 @@ def adam8bit_step(p, g, state, h, offset, keys, scale):
 
 
 def adam32_step(p, g, m, v, h, keys, scale):
-    """One Adam step with fp32 states m and v, in place; bf16 weights are rounded as in adam8bit_torch."""
+    """One Adam step with fp32 states m and v, in place; bf16 weights are rounded as in adam8bit_torch. scale NaN: no step."""
     g = g.float() * scale
-    m.lerp_(g, 1 - h.beta1)
-    v.lerp_(g * g, 1 - h.beta2)
-    weights = p.float() * h.decay - h.step_size * m / (v.sqrt() + h.eps)
+    new_m, new_v = torch.lerp(m, g, 1 - h.beta1), torch.lerp(v, g * g, 1 - h.beta2)
+    weights = p.float() * h.decay - h.step_size * new_m / (new_v.sqrt() + h.eps)
     if keys and p.dtype != torch.float32:
         random = random_bits(0, p.numel(), keys, p.device).view(p.shape)
         weights = from_high_bits(weights.view(torch.int32) + (random & 0xFFFF) >> 16)
-    p.copy_(weights)
+    for old, new in ((m, new_m), (v, new_v), (p, weights)):  # decided on the device: the host does not wait for scale
+        old.copy_(torch.where(scale.isnan(), old, new.to(old.dtype)))
 
 
 # -----------------------------------------------------------------------------
@@ -476,7 +481,7 @@ class Adam8bit(_InBackward):
         self.stochastic, self.seed, self.grad_clip = rounding == "stochastic", seed, grad_clip
         self.order = list(self.names)[::-1]  # backward meets parameters in reverse
         device = self.order[0].device
-        self.scale = torch.ones(1, device=device)
+        self.scale, self.zero = torch.ones(1, device=device), torch.zeros(1, device=device)
         self.small = {p: (torch.zeros_like(p, dtype=torch.float32), torch.zeros_like(p, dtype=torch.float32))
                       for p in self.order if p.dim() < 2 or p.numel() < MIN_8BIT}
         self.residual = residual and any(p.dtype != torch.float32 for p in self.order if p not in self.small)
@@ -513,10 +518,12 @@ class Adam8bit(_InBackward):
     def begin(self, lr):
         super().begin(lr)
         self.waiting, self.cursor, self.sending, self.sums = {}, 0, collections.deque(), {}
+        self.scale.fill_(1.0)
 
     def take(self, p, grad):
         if self.grad_clip:
             return self.park(p, grad)
+        self.scale.addcmul_(self.norms[p], self.zero)  # NaN as soon as a norm is not finite: from there on nothing is updated
         # pages come in a fixed order, so parameters step in that order, whatever the order of hooks within a block
         self.waiting[p] = grad
         while self.cursor < len(self.order) and self.order[self.cursor] in self.waiting:
@@ -547,7 +554,7 @@ class Adam8bit(_InBackward):
             if not torch.isfinite(norm):
                 self.steps -= 1
                 raise NonFiniteGradient(f"the gradient of {self.worst()} is not finite; nothing was updated")
-            self.scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0).view(1)
+            self.scale.copy_((self.grad_clip / (norm + 1e-6)).clamp(max=1.0))
             self.pages.restart()
             for p in self.order:
                 self.update(p, self.waiting.pop(p, None))
@@ -590,7 +597,8 @@ class Adam8bit(_InBackward):
         the change on it (1: all of it on average); 'ratio', the update's norm over the weights'.
         """
         sums = {kind: t.tolist() for kind, t in self.sums.items()}
-        return {kind: {"unchanged": still / max(1, n), "kept": along / wanted if wanted else 1.0, "ratio": math.sqrt(wanted / weights) if weights else 0.0}
+        return {kind: {"unchanged": still / max(1, n), "kept": along / wanted if wanted else 1.0,
+                       "ratio": math.sqrt(wanted / weights) if weights else 0.0}
                 for kind, (n, still, along, wanted, weights) in sums.items()}
 
     def views(self, page_bytes, page, place, n):
@@ -684,14 +692,20 @@ class StockOptimizer(_InBackward):
                                                                    weight_decay=weight_decay if p.dim() >= 2 else 0.0)
                            for p in self.names}
 
+    def begin(self, lr):
+        super().begin(lr)
+        self.bad = False  # a gradient of this step was not finite
+
     def take(self, p, grad):
         p.grad = grad
         if self.kind != "adamw":
+            self.bad = self.bad or not torch.isfinite(self.norms[p])
             self.step_one(p)
 
     def step_one(self, p):
         self.optimizers[p].param_groups[0]["lr"] = self.lr
-        self.optimizers[p].step()
+        if not self.bad:
+            self.optimizers[p].step()
         p.grad = None
 
     def finish(self):

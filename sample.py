@@ -84,8 +84,6 @@ def load(path: str, device: str, dtype: str):
     with torch.device("meta"):
         model = Llama(checkpoint.read_config(folder), getattr(torch, dtype))
     model.to_empty(device=device)
-    if model.config.tie_word_embeddings:
-        model.output.weight = model.tok_embeddings.weight
     checkpoint.load_weights(model, folder)
     return model, tokenizer, chat
 

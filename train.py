@@ -152,8 +152,6 @@ def make_model(cfg: Config, config: ModelConfig, device: torch.device, weights: 
     with torch.device("meta"):
         model = Llama(config, getattr(torch, cfg.dtype))
     model.to_empty(device=device)
-    if config.tie_word_embeddings:
-        model.output.weight = model.tok_embeddings.weight
     if weights:
         start = time.time()
         found = checkpoint.load_weights(model, weights)
@@ -462,8 +460,9 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
         # --------------------------------------------------------------------
 
         if not math.isfinite(grad_norm):
-            raise RunError(f"step {step + 1}: the gradient of {optimizer.worst()} is not finite; nothing is saved, the last good "
-                           f"checkpoint is {checkpoint.newest(cfg.out_dir) if saved_at is not None else 'none'}")
+            save()
+            raise RunError(f"step {step + 1}: the gradient of {optimizer.worst()} is not finite, rows {[r for b in batches for r in b.rows]}; "
+                           "from there on nothing was updated, but blocks above it are one step ahead (--grad_clip finds it before any)")
         step += 1
         tokens += plan["tokens"]
         first_loss = first_loss if first_loss is not None else loss

@@ -371,11 +371,12 @@ def test_initial_weights_are_given_by_the_seed():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_built_on_the_meta_device_becomes_the_same_model(dtype):
-    config = llama.ModelConfig(**{**vars(SHAPE), "rope_scaling": LLAMA3})
+    config = llama.ModelConfig(**{**vars(SHAPE), "rope_scaling": LLAMA3, "tie_word_embeddings": dtype == torch.bfloat16})
     with torch.device("meta"):
         model = llama.Llama(config, dtype)
     assert all(p.is_meta for p in model.parameters())
     model.to_empty(device="cpu").init_weights(3)
+    assert (model.output.weight is model.tok_embeddings.weight) == config.tie_word_embeddings
     direct = llama.Llama(config, dtype)
     direct.init_weights(3)
     assert torch.equal(model.logits(torch.arange(50)[None]), direct.logits(torch.arange(50)[None]))

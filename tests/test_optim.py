@@ -230,6 +230,20 @@ def test_the_first_gradient_that_is_not_finite_is_named():
     assert not torch.isfinite(step(optimizer, grads)) and optimizer.worst() == "odd"
 
 
+@pytest.mark.parametrize("make", [optim.Adam8bit, pytest.param(lambda named: optim.StockOptimizer("bnb_paged_adamw8bit", named), marks=paged_on_cpu)])
+def test_from_the_first_gradient_that_is_not_finite_on_nothing_is_updated(make):
+    params = {n: torch.nn.Parameter(torch.ones(s)) for n, s in (("low", (64, 256)), ("norm", (64,)), ("bad", (64, 256)), ("high", (64, 256)))}
+    optimizer = make(params.items())
+    optimizer.begin(1e-3)
+    sum((params[n] * (torch.inf if n == "bad" else 1.0)).sum() for n in params).backward()
+    assert not torch.isfinite(optimizer.finish())
+    moved = {n: not torch.equal(p, torch.ones_like(p)) for n, p in params.items()}
+    assert not moved["bad"] and all(torch.isfinite(p).all() for p in params.values()) and not all(moved.values())
+    if make is optim.Adam8bit:  # what had begun before it has its step, the rest has not even a moment
+        state = dict(optimizer.state())
+        assert all(moved[n] == bool((state[n]["m"] if n == "norm" else state[n]["m_scale"]).any()) for n in params)
+
+
 # -----------------------------------------------------------------------------
 # settings
 
@@ -651,6 +665,9 @@ def compare_kernel():
                 if dtype == torch.bfloat16:
                     assert (p != q).float().mean() < 0.001
                 torch.testing.assert_close(p.float(), q.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-8)
+            before = [t.clone() for t in (q, *other.values()) if t is not None]
+            optim.adam8bit_triton(q, g, other, h, 512, keys, scale * torch.nan, rows)  # a bad gradient: hands off
+            assert all(torch.equal(a, b) for a, b in zip(before, [t for t in (q, *other.values()) if t is not None]))
     print("equal")
 
 

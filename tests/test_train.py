@@ -164,7 +164,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(run, tmp_path, monkey
     assert code == 0 and "tried again" in out and sorted(losses(tmp_path / "other")) == list(range(1, 9))
 
 
-def test_with_clipping_a_bad_gradient_is_found_before_any_update(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags, said", [(["--grad_clip=1.0"], "; nothing was updated"), ([], "from there on nothing was updated"),
+                                         (["--optimizer=adamw"], "; nothing was updated")])
+def test_a_bad_gradient_leaves_a_good_checkpoint(run, tmp_path, monkeypatch, flags, said):
     real, calls = train.train_step, []
 
     def poisoned(model, *a):
@@ -178,10 +180,12 @@ def test_with_clipping_a_bad_gradient_is_found_before_any_update(run, tmp_path, 
                 handle.remove()
 
     monkeypatch.setattr(train, "train_step", poisoned)
-    code, out = run("--eval_every=0", "--grad_clip=1.0")
-    assert code == 1 and "layers.1.attention_norm.weight is not finite; nothing was updated" in out
+    code, out = run("--eval_every=0", *flags)
+    assert code == 1 and "step 3: the gradient of layers.1.attention_norm.weight is not finite" in out and said in out
+    assert open(tmp_path / "out" / "latest").read() == "step_000002\n"
+    assert all(torch.isfinite(w).all() for w in weights(tmp_path / "out").values())
     calls.append(1)
-    code, out = run("--eval_every=0", "--grad_clip=1.0", "--resume")
+    code, out = run("--eval_every=0", *flags, "--resume")
     assert code == 0 and all(torch.isfinite(w).all() for w in weights(tmp_path / "out").values())
 
 
