@@ -81,7 +81,7 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     resident = min(states + parked, int((cfg.state_resident_gb or 0) * 1e9)) if paged and cuda else 0
     # the fullest moment is in the head's backward (its gradient in fp32, then rounded) or in a block's
     vocab_chunk = min(cfg.loss_chunk, tokens) * config.vocab_size
-    in_head = 4 * head + max(size * head, vocab_chunk * (4 + size)) + 2 * rows
+    in_head = 4 * head + max(size * head, vocab_chunk * (4 + size if cuda else 16)) + 2 * rows  # the loss is compiled on GPUs only
     attention = (4 * config.n_heads + 4 * config.n_kv_heads) * config.head_dim  # q, k, v before and after rope, output, gradients
     working = tokens * size * (6 * config.dim + attention + 5 * config.ffn_dim)
     again = len(recomputed(cfg, config))
