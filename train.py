@@ -1,7 +1,7 @@
 """
 Finetune (or train from scratch) a Llama with all its parameters, on one GPU or on a CPU.
 
-    python train.py                                                       a small model on a CPU, about a minute
+    python train.py                                                       a small model on a CPU, two minutes
     python train.py config/llama3_8b_24gb.py --data=chats.jsonl           Llama-3 8B on a 24 GB card
     python train.py config/llama3_8b_24gb.py --data=chats.jsonl --resume  go on after an interruption
     python train.py --help                                                all settings
