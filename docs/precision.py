@@ -36,7 +36,8 @@ def curve(flags) -> list[tuple[int, float]]:
     with tempfile.TemporaryDirectory() as out:
         # the validation rows are the same for all; the seed decides the order of rows and the rounding
         code = train.main(["config/smollm2_135m.py", "--seq_len=512", "--batch_size=4", "--val_fraction=0.15", f"--max_steps={STEPS}",
-                           "--warmup_steps=5", "--lr_schedule=constant", f"--eval_every={STEPS // 4}", "--log_every=0", f"--out_dir={out}/run", *flags])
+                           "--warmup_steps=5", "--lr_schedule=constant", f"--eval_every={STEPS // 4}", "--log_every=0",
+                           f"--out_dir={out}/run", *flags])
         if code:
             sys.exit(code)
         rows = [json.loads(line) for line in open(f"{out}/run/metrics.jsonl")]

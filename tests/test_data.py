@@ -133,7 +133,7 @@ def test_chats_equal_the_template_written_out_and_encoded_by_hugging_face(pair):
     ids, learn = encode(ours, "chat", [(role, content, role == "assistant") for role, content in turns])
     assert ids == theirs.encode(text, add_special_tokens=False).ids
     end = "<|eot_id|>" if ours.chat == "llama3" else "<|im_end|>"
-    assert ours.decode([i for i, l in zip(ids, learn) if l]) == f"13{end}はい{end}"
+    assert ours.decode([i for i, learned in zip(ids, learn) if learned]) == f"13{end}はい{end}"
 
 
 def test_padding_with_the_id_of_end_of_text_is_not_learned(tmp_path):
@@ -297,7 +297,7 @@ BAD_ROWS = ["5", '"text"', "[]", "null", "{}", '{"text": 5}', '{"text": NaN}', '
             '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', '{"messages": [{"role": "assistant", "content": "", "weight": 0.5}]}',
             '{"messages": [{"role": "assistant", "content": "", "weight": NaN}]}', '{"prompt": [{"role": "user", "content": "a"}], "completion": null}',
             '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}', '{"instruction": 5, "output": "a"}', '{"instruction": "a", "output": 5}',
-            '{"text": "a"', '{"text": "a"} x', '{"text": %s}' % ("1" * 5000), '{"text": %s%s}' % ("[" * 99_999, "]" * 99_999)]
+            '{"text": "a"', '{"text": "a"} x', '{"text": ' + "1" * 5000 + "}", '{"text": ' + "[" * 99_999 + "]" * 99_999 + "}"]
 
 
 @pytest.mark.parametrize("row", BAD_ROWS, ids=lambda row: row[:60])

@@ -336,10 +336,9 @@ def test_sigterm_in_a_process_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-@pytest.mark.parametrize("place", ["train.evaluate", "checkpoint.write_shards", "checkpoint.replace_folder", "llama.Llama.loss", "data.Loader.next"])
+@pytest.mark.parametrize("place", [(train, "evaluate"), (checkpoint, "write_shards"), (checkpoint, "replace_folder"), (llama.Llama, "loss"), (data.Loader, "next")])
 def test_a_signal_anywhere_in_the_loop_leaves_a_whole_checkpoint_to_go_on_from(run, tmp_path, monkeypatch, place, number, code):
-    *owner, name = place.split(".")
-    owner = getattr(llama, "Llama") if owner[-1] == "Llama" else data.Loader if owner[-1] == "Loader" else {"train": train, "checkpoint": checkpoint}[owner[0]]
+    owner, name = place
     real, sent = getattr(owner, name), []
 
     def with_signal(*a, **k):
