@@ -261,7 +261,7 @@ def memory_limits(cfg: Config, device: torch.device) -> tuple[int | None, int | 
         gpu = min(free + forecast.BARE_CONTEXT, total)
         if cfg.gpu_gb:
             gpu = min(gpu, int(cfg.gpu_gb * forecast.GiB))
-            torch.cuda.set_per_process_memory_fraction((gpu - forecast.CUDA_CONTEXT) / total, device)
+            torch.cuda.set_per_process_memory_fraction((gpu - forecast.CUDA_CONTEXT) / total)
     if cfg.host_gb:
         host = int(cfg.host_gb * forecast.GiB) if host is None else min(host, int(cfg.host_gb * forecast.GiB))
     return gpu, host
