@@ -50,6 +50,21 @@ def n_params(config: ModelConfig) -> int:
     return config.n_layers * (block_params(config) + 2 * config.dim) + tables * config.vocab_size * config.dim + config.dim
 
 
+def element_bytes(cfg) -> int:
+    """Bytes of one weight or activation."""
+    return 2 if cfg.dtype == "bfloat16" else 4
+
+
+def attention_width(config: ModelConfig) -> int:
+    """Numbers a token of q, k, v before and after rope, the output and their gradients."""
+    return 4 * (config.n_heads + config.n_kv_heads) * config.head_dim
+
+
+def working_width(config: ModelConfig) -> int:
+    """Numbers a token that a block's backward has in memory, for one micro-batch."""
+    return 6 * config.dim + attention_width(config) + 5 * config.ffn_dim
+
+
 def recomputed(cfg, config: ModelConfig) -> list[int]:
     """Numbers of the blocks that run again in backward, spread evenly."""
     share = cfg.recompute if cfg.activation_checkpointing else 0.0
@@ -60,8 +75,8 @@ def saved_bytes(cfg, config: ModelConfig, again: bool) -> int:
     """What a block saves for backward, over all micro-batches: its inputs if it runs again, else its activations."""
     width = config.dim
     if not again:
-        width += 3 * config.dim + (4 * config.n_heads + 4 * config.n_kv_heads) * config.head_dim + 3 * config.ffn_dim
-    return cfg.batch_size * cfg.seq_len * cfg.gradient_accumulation_steps * width * (2 if cfg.dtype == "bfloat16" else 4)
+        width += 3 * config.dim + attention_width(config) + 3 * config.ffn_dim
+    return cfg.batch_size * cfg.seq_len * cfg.gradient_accumulation_steps * width * element_bytes(cfg)
 
 
 def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, int]]:
@@ -69,7 +84,7 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     Bytes by kind: {'gpu': {...}, 'host': {...}, 'pcie': {...}} (pcie: bytes a step, the larger of the two ways).
     Without a GPU everything is under 'host'.
     """
-    params, size = n_params(config), 2 if cfg.dtype == "bfloat16" else 4
+    params, size = n_params(config), element_bytes(cfg)
     tokens = cfg.batch_size * cfg.seq_len                                  # of one micro-batch
     micro = cfg.gradient_accumulation_steps
     rows = tokens * micro * config.dim * size                              # one [B, T, C] of every micro-batch
@@ -82,11 +97,8 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     # the fullest moment is in the head's backward (its gradient in fp32, then rounded) or in a block's
     vocab_chunk = min(cfg.loss_chunk, tokens) * config.vocab_size
     in_head = 4 * head + max(size * head, vocab_chunk * (4 + size if cuda else 16)) + 2 * rows  # the loss is compiled on GPUs only
-    attention = (4 * config.n_heads + 4 * config.n_kv_heads) * config.head_dim  # q, k, v before and after rope, output, gradients
-    working = tokens * size * (6 * config.dim + attention + 5 * config.ffn_dim)
     again = len(recomputed(cfg, config))
-    if not again:
-        working = 0
+    working = tokens * size * working_width(config) if again else 0
     if not cuda or config.head_dim > 256:                                  # attention through a mask
         working += tokens * cfg.seq_len * (1 + 4 * config.n_heads)
     in_block = block * (size + (4 if micro > 1 else 0)) + working + 4 * rows
@@ -121,9 +133,8 @@ def step_seconds(cfg, config: ModelConfig, card: Card) -> dict[str, float]:
     again = 2 * (block - last) * len(recomputed(cfg, config)) / config.n_layers  # without the block's last product
     attention = 4 * config.n_heads * config.head_dim * min(cfg.seq_len, 512) / 2 * 3.5
     flops = tokens * (6 * table + config.n_layers * (6 * block + again + attention))
-    wide = 6 * config.dim + 4 * (config.n_heads + config.n_kv_heads) * config.head_dim + 5 * config.ffn_dim
-    size = 2 if cfg.dtype == "bfloat16" else 4
-    traffic = config.n_layers * 4 * tokens * wide * size  # activations, written and read, forward and backward
+    size = element_bytes(cfg)
+    traffic = config.n_layers * 4 * tokens * working_width(config) * size  # activations, written and read, forward and backward
     if cfg.gradient_accumulation_steps > 1:
         traffic += config.n_layers * cfg.gradient_accumulation_steps * block * (8 + size)  # fp32 sums of gradients
     update = n_params(config) / STATE_SPEED * (4.8e12 / card.memory if cfg.optimizer == "adam8bit" else 8)

@@ -86,17 +86,19 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.
     return code_book(signed, codes.device)[0][codes.int()] * scale[:, None]
 
 
+def as_int32(bits: int) -> int:
+    """The signed 32-bit number with these 32 bits."""
+    return (bits ^ 0x80000000) - 0x80000000
+
+
 def random_bits(offset: int, n: int, keys: tuple[int, int], device) -> torch.Tensor:
     """
     32 random bits for each of the elements offset ... offset + n, as int32 [n]: a hash of the element's place and the
     two keys (lowbias32, C. Wellons, github.com/skeeto/hash-prospector), so the bits depend on nothing else.
     """
-    def signed(key):
-        return (key ^ 0x80000000) - 0x80000000
-
-    x = torch.arange(offset, offset + n, dtype=torch.int32, device=device).bitwise_xor_(signed(keys[0]))
-    x.bitwise_xor_(x >> 16 & 0xFFFF).mul_(0x7FEB352D).add_(signed(keys[1]))  # shifts are arithmetic: the sign is masked off
-    x.bitwise_xor_(x >> 15 & 0x1FFFF).mul_(signed(0x846CA68B))
+    x = torch.arange(offset, offset + n, dtype=torch.int32, device=device).bitwise_xor_(as_int32(keys[0]))
+    x.bitwise_xor_(x >> 16 & 0xFFFF).mul_(0x7FEB352D).add_(as_int32(keys[1]))  # shifts are arithmetic: the sign is masked off
+    x.bitwise_xor_(x >> 15 & 0x1FFFF).mul_(as_int32(0x846CA68B))
     return x.bitwise_xor_(x >> 16 & 0xFFFF)
 
 
@@ -278,7 +280,7 @@ if triton:
 def adam8bit_triton(p, g, state, h, offset, keys, scale, rows: int = 1, warps: int = 1):
     """adam8bit_torch as one kernel."""
     n = p.numel()
-    keys32 = ((k ^ 0x80000000) - 0x80000000 for k in keys or (0, 0))  # as int32, or Triton compiles for each width
+    keys32 = map(as_int32, keys or (0, 0))  # or Triton compiles for each width
     _adam8bit_kernel[(triton.cdiv(n, rows * BLOCK),)](
         p, g, state["m"], state["v"], state["m_scale"], state["v_scale"], state.get("residual"), scale,
         n, offset, *keys32, h.beta1, h.beta2, h.eps, h.step_size, h.decay,

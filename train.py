@@ -288,10 +288,9 @@ def dry_run(cfg: Config, device: torch.device) -> int:
     return 2 if problem else 0
 
 
-def start_page(cfg, config, model, prepared, plan, device, resumed_at, origin, limits):
+def start_page(cfg, config, prepared, plan, device, resumed_at, origin, limits):
     """One screen: what is trained, on what, how a step is made up, what it needs, where it goes."""
-    n_params = sum(p.numel() for p in model.parameters())
-    say(f"model    {n_params / 1e6:,.1f} M parameters, {config.n_layers} layers, dim {config.dim}, vocabulary {config.vocab_size:,}, {cfg.dtype}")
+    say(f"model    {forecast.n_params(config) / 1e6:,.1f} M parameters, {config.n_layers} layers, dim {config.dim}, vocabulary {config.vocab_size:,}, {cfg.dtype}")
     for i, line in enumerate(data.report(prepared)):
         say(f"{'data' if i == 0 else '':<8} {line}")
     say(f"step     {cfg.batch_size} rows x {cfg.seq_len} tokens x {cfg.gradient_accumulation_steps} micro-batches = {plan['tokens']:,} tokens")
@@ -394,10 +393,10 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     loader = data.Loader(prepared.rows("train"), cfg.batch_size, cfg.seed, consumed=state["consumed"])
     checkpoint.write_json(os.path.join(cfg.out_dir, "config.json"), dataclasses.asdict(cfg))
     checkpoint.write_json(os.path.join(cfg.out_dir, "forecast.json"), forecast.needs(as_run, config, device.type == "cuda"))
-    start_page(cfg, config, model, prepared, plan, device, state["step"], origin, limits)
+    start_page(cfg, config, prepared, plan, device, state["step"], origin, limits)
     metrics = monitor.Metrics(cfg, state["step"])
 
-    n_params = sum(p.numel() for p in model.parameters())
+    n_params = forecast.n_params(config)
     peak = monitor.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     step, tokens, first_loss, val_loss = state["step"], state["tokens"], None, math.nan
     best, validated_at, saved_at = state["best"], state["validated_at"], step if folder else None
