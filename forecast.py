@@ -11,6 +11,7 @@ import textwrap
 from dataclasses import dataclass
 
 from model import ModelConfig
+from offload import FFN_TOKENS
 
 GiB = 2 ** 30
 CUDA_CONTEXT = int(1.2e9)  # on the GPU beside tensors: context, kernels, cuBLAS workspaces, the allocator's slack
@@ -60,9 +61,9 @@ def attention_width(config: ModelConfig) -> int:
     return 4 * (config.n_heads + config.n_kv_heads) * config.head_dim
 
 
-def working_width(config: ModelConfig) -> int:
-    """Numbers a token that a block's backward has in memory, for one micro-batch."""
-    return 6 * config.dim + attention_width(config) + 5 * config.ffn_dim
+def working_widths(config: ModelConfig) -> tuple[int, int]:
+    """Numbers a token that a block's backward has in memory, for one micro-batch: in all, and of that in the feed-forward."""
+    return 6 * config.dim + attention_width(config) + 5 * config.ffn_dim, 5 * config.ffn_dim
 
 
 def recomputed(cfg, config: ModelConfig) -> list[int]:
@@ -98,10 +99,13 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     vocab_chunk = min(cfg.loss_chunk, tokens) * config.vocab_size
     in_head = 4 * head + max(size * head, vocab_chunk * (4 + size if cuda else 16)) + 2 * rows  # the loss is compiled on GPUs only
     again = len(recomputed(cfg, config))
-    working = tokens * size * working_width(config) if again else 0
-    if not cuda or config.head_dim > 256:                                  # attention through a mask
+    width, ffn = working_widths(config)
+    working = size * (tokens * (width - ffn) + min(tokens, FFN_TOKENS) * ffn) if again else 0
+    if not cuda or cfg.dtype != "bfloat16":                                # attention through a mask
         working += tokens * cfg.seq_len * (1 + 4 * config.n_heads)
-    in_block = block * (size + (4 if micro > 1 else 0)) + working + 4 * rows
+    in_block = block * (size + (4 if micro > 1 or tokens > FFN_TOKENS else 0)) + working + 4 * rows
+    if again < config.n_layers and cfg.activation_offloading and cuda:     # what is kept, on its way out or back
+        in_head, in_block = (n + saved_bytes(cfg, config, False) for n in (in_head, in_block))
     every = params * size if cfg.optimizer == "adamw" else 0               # torch's AdamW needs all gradients at once
     kept = again * saved_bytes(cfg, config, True) + (config.n_layers - again) * saved_bytes(cfg, config, False)
     gpu = {"weights": params * size, "gradients and working memory, at the fullest": max(in_head, in_block + every)}
@@ -134,7 +138,7 @@ def step_seconds(cfg, config: ModelConfig, card: Card) -> dict[str, float]:
     attention = 4 * config.n_heads * config.head_dim * min(cfg.seq_len, 512) / 2 * 3.5
     flops = tokens * (6 * table + config.n_layers * (6 * block + again + attention))
     size = element_bytes(cfg)
-    traffic = config.n_layers * 4 * tokens * working_width(config) * size  # activations, written and read, forward and backward
+    traffic = config.n_layers * 4 * tokens * working_widths(config)[0] * size  # activations, written and read, forward and backward
     if cfg.gradient_accumulation_steps > 1:
         traffic += config.n_layers * cfg.gradient_accumulation_steps * block * (8 + size)  # fp32 sums of gradients
     update = n_params(config) / STATE_SPEED * (4.8e12 / card.memory if cfg.optimizer == "adam8bit" else 8)

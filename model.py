@@ -149,14 +149,17 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config, dtype)
 
-    def features(self, x, rope, docs, cache=None):
-        """All but the block's last product, which backward never needs again: x [B, T, C] -> h [B, T, C], a [B, T, F]."""
-        h = x + self.attention(self.attention_norm(x), rope, docs, cache)
-        return h, self.feed_forward.hidden(self.ffn_norm(h))
+    def attended(self, x, rope, docs, cache=None):
+        """The attention half: x [B, T, C] -> h [B, T, C]."""
+        return x + self.attention(self.attention_norm(x), rope, docs, cache)
+
+    def hidden(self, h):
+        """The other half but for its last product, which backward never needs again: h [n, C] -> a [n, F]."""
+        return self.feed_forward.hidden(self.ffn_norm(h))
 
     def forward(self, x, rope, docs, cache=None):
-        h, a = self.features(x, rope, docs, cache)
-        return h + self.feed_forward.w2(a)
+        h = self.attended(x, rope, docs, cache).flatten(0, 1)
+        return torch.addmm(h, self.hidden(h), self.feed_forward.w2.weight.T).view(x.shape)
 
 
 class Llama(nn.Module):
@@ -196,9 +199,9 @@ class Llama(nn.Module):
                 p.normal_(0.0, 0.02 / math.sqrt(2 * self.config.n_layers) if last else 0.02, generator=generator)
 
     def compile_blocks(self):
-        """torch.compile what repeats: a block without its last product, and the loss of one chunk."""
+        """torch.compile what repeats: the halves of a block, and the loss of one chunk."""
         for block in self.layers:
-            block.features = torch.compile(block.features)
+            block.attended, block.hidden = torch.compile(block.attended), torch.compile(block.hidden)
         self.cross_entropy = torch.compile(cross_entropy_grad, dynamic=True)
 
     def rope(self, positions: torch.Tensor):
@@ -321,26 +324,24 @@ class _HeadLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if train else None
         norm_weight = norm_weight.detach().requires_grad_(train)
         for x, batch in zip(xs, batches):
-            x = x.detach().requires_grad_(train)
-            with torch.set_grad_enabled(train):
-                h = rms_norm(x.flatten(0, 1).index_select(0, batch.index), norm_weight, model.norm.eps)  # [n, C]
-            grad_h = torch.empty_like(h) if train else None
-            for start in range(0, len(h), chunk_size):
-                part = slice(start, start + chunk_size)
-                h_part = h.detach()[part]
-                logits = mm_fp32(h_part, weight.T)
+            grad_x = torch.zeros_like(x) if train else None
+            for index, targets in zip(batch.index.split(chunk_size), batch.targets.split(chunk_size)):
+                x_part = x.detach().flatten(0, 1).index_select(0, index).requires_grad_(train)  # [n, C]
+                with torch.set_grad_enabled(train):
+                    normed = rms_norm(x_part, norm_weight, model.norm.eps)
+                h = normed.detach()
+                logits = mm_fp32(h, weight.T)
                 if not train:
-                    loss += F.cross_entropy(logits, batch.targets[part], reduction="sum")
+                    loss += F.cross_entropy(logits, targets, reduction="sum")
                     continue
-                loss_part, grad = model.cross_entropy(logits, batch.targets[part], 1.0 / count, weight.dtype)
+                loss_part, grad = model.cross_entropy(logits, targets, 1.0 / count, weight.dtype)
                 del logits
                 loss += loss_part
-                torch.mm(grad, weight, out=grad_h[part])
-                addmm_fp32_(grad_weight, grad.T, h_part)
-            if train:
-                grad_x, grad = torch.autograd.grad(h, (x, norm_weight), grad_h)
-                grad_xs.append(grad_x)
-                grad_norm += grad
+                addmm_fp32_(grad_weight, grad.T, h)
+                grad_part, grad_norm_part = torch.autograd.grad(normed, (x_part, norm_weight), grad @ weight)
+                grad_x.flatten(0, 1).index_copy_(0, index, grad_part)
+                grad_norm += grad_norm_part
+            grad_xs.append(grad_x)
         ctx.grads = (grad_norm, grad_weight, *grad_xs)
         return loss / count
 

@@ -16,7 +16,11 @@ import weakref
 
 import torch
 
+from torch.autograd.graph import get_gradient_edge as edge
+
 from model import addmm_fp32_, mm_fp32
+
+FFN_TOKENS = 16384  # whose feed-forward activations exist at one time, in backward
 
 
 def pinned_zeros(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -46,7 +50,7 @@ pinned_zeros.warned = False
 def run_layer(block, xs, contexts, recompute: bool = True, offload: "ActivationOffload | None" = None):
     """
     ys = [block(x, *context) for each micro-batch], as one node of the autograd graph.
-    xs and ys: lists of [B, T, C]. The block needs features() and feed_forward.w2 (model.Block).
+    xs and ys: lists of [B, T, C]. The block needs attended(), hidden() and feed_forward.w2 (model.Block).
     """
     if not torch.is_grad_enabled():
         return [block(x, *context) for x, context in zip(xs, contexts)]
@@ -56,54 +60,88 @@ def run_layer(block, xs, contexts, recompute: bool = True, offload: "ActivationO
 
 class _Layer(torch.autograd.Function):
     """
-    The inputs xs are what is saved (and offloaded, if hooks are active). Backward runs features() again per
-    micro-batch, so at most one micro-batch's activations are alive; the last product, y = h + a @ w2.T, is
-    differentiated by hand and not run again. With recompute off the graph of features() is kept from forward.
+    With recompute the inputs xs are what is saved (and offloaded, if hooks are active), and backward runs the block again,
+    one micro-batch and FFN_TOKENS at a time; else all is saved that backward needs. Either way a block has graphs of its own,
+    so that its gradients can be summed in fp32. The last product, y = h + a @ w2.T, is differentiated by hand and not run again.
     """
 
     @staticmethod
     def forward(ctx, block, contexts, recompute, n, *xs_and_params):
-        xs = xs_and_params[:n]
-        ctx.block, ctx.contexts = block, contexts
+        xs, ys = xs_and_params[:n], []
+        ctx.block, ctx.contexts, ctx.graphs = block, contexts, []
         if recompute:
-            ctx.graphs = None
             ctx.save_for_backward(*xs)
             return tuple(block(x, *context) for x, context in zip(xs, contexts))
-        ctx.graphs = [features_graph(block, x, context) for x, context in zip(xs, contexts)]
-        return tuple(torch.addmm(h.detach().flatten(0, 1), a.detach().flatten(0, 1), block.feed_forward.w2.weight.T).view(h.shape)
-                     for _, h, a in ctx.graphs)
+        for x, context in zip(xs, contexts):  # the graphs must hold what backward needs, and no tensor beside it
+            at_x, h = record(block.attended, x, *context)
+            flat = h.detach().flatten(0, 1)
+            at_h, a = record(lambda h: _Mark.apply(block.hidden(h), None, True), flat)
+            ctx.graphs.append((at_x, edge(h), [(at_h, edge(a))]))
+            ys.append(torch.addmm(flat, a.detach(), block.feed_forward.w2.weight.T).view(h.shape))
+        return tuple(ys)
 
     @staticmethod
     def backward(ctx, *grad_ys):
         block, w2 = ctx.block, ctx.block.feed_forward.w2.weight
-        others = [p for p in block.parameters() if p is not w2]
+        params = [p for p in block.parameters() if p is not w2]
+        rows = grad_ys[0].numel() // grad_ys[0].size(-1)
+        cuts = 1 if ctx.graphs else -(-rows // FFN_TOKENS)
+        alone = len(grad_ys) * cuts == 1  # then there is nothing to sum
         totals, grad_xs = {}, []
-        saved = ctx.graphs or ctx.saved_tensors
-        for i, grad_y in enumerate(grad_ys):
-            x, h, a = saved[i] if ctx.graphs else features_graph(block, saved[i], ctx.contexts[i])
-            grad_y, last = grad_y.contiguous().flatten(0, 1), a.detach().flatten(0, 1)
-            grad_x, *rest = torch.autograd.grad((h, a), [x, *others], (grad_y.view(h.shape), (grad_y @ w2).view(a.shape)),
-                                                allow_unused=True)
-            grads = {p: g for p, g in zip(others, rest) if g is not None}
-            grad_xs.append(grad_x)
-            if len(grad_ys) == 1:
-                totals = grads | {w2: grad_y.T @ last}
-            elif not totals:
-                totals = {p: g.float() for p, g in grads.items()} | {w2: mm_fp32(grad_y.T, last)}
-            else:
-                for p, g in grads.items():
+
+        def gradients(at_y, at_x, grad_y):
+            grad_x, *grads = torch.autograd.grad(at_y, [at_x, *params], grad_y, allow_unused=True)
+            for p, g in zip(params, grads):
+                if g is not None and p in totals:
                     totals[p] += g
-                addmm_fp32_(totals[w2], grad_y.T, last)
-            del x, h, a, last, rest, grads
+                elif g is not None:
+                    totals[p] = g if alone else g.float()
+            return grad_x
+
+        for i, grad_y in enumerate(grad_ys):
+            if ctx.graphs:
+                at_x, at_h, parts = ctx.graphs[i]
+            else:
+                at_x, h = record(block.attended, ctx.saved_tensors[i], *ctx.contexts[i])
+                at_h, parts = edge(h), (record(block.hidden, part) for part in h.detach().flatten(0, 1).tensor_split(cuts))
+                del h
+            grad_hs = []
+            for grad, (at_part, a) in zip(grad_y.flatten(0, 1).contiguous().tensor_split(cuts), parts):
+                last = a.node.saved_tensors[0] if ctx.graphs else a.detach()
+                if alone:
+                    totals[w2] = grad.T @ last
+                elif w2 in totals:
+                    addmm_fp32_(totals[w2], grad.T, last)
+                else:
+                    totals[w2] = mm_fp32(grad.T, last)
+                del last
+                grad_hs.append(gradients(a, at_part, grad @ w2).add_(grad))
+                del a
+            grad_h = grad_hs[0] if cuts == 1 else torch.cat(grad_hs)
+            grad_xs.append(gradients(at_h, at_x, grad_h.view(grad_y.shape)))
         ctx.graphs = None
         return None, None, None, None, *grad_xs, *[round_grad(totals.get(p), p) for p in block.parameters()]
 
 
-def features_graph(block, x, context):
-    """(x, h, a) with h and a differentiable with respect to x and the block's parameters."""
+class _Mark(torch.autograd.Function):
+    """Does nothing, but its node is a place in a graph to start from or to end at that holds no tensor, or with keep only x."""
+
+    @staticmethod
+    def forward(ctx, x, anchor, keep):
+        if keep:
+            ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+def record(f, x, *args):
+    """(where the gradient of x will arrive, f(x, *args) with the graph that leads there)"""
     with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        return x, *block.features(x, *context)
+        x = _Mark.apply(x.detach(), torch.empty(0, requires_grad=True), False)
+        return edge(x), f(x, *args)
 
 
 def round_grad(total, p):

@@ -290,7 +290,8 @@ def dry_run(cfg: Config, device: torch.device) -> int:
 
 def start_page(cfg, config, prepared, plan, device, resumed_at, origin, limits):
     """One screen: what is trained, on what, how a step is made up, what it needs, where it goes."""
-    say(f"model    {forecast.n_params(config) / 1e6:,.1f} M parameters, {config.n_layers} layers, dim {config.dim}, vocabulary {config.vocab_size:,}, {cfg.dtype}")
+    say(f"model    {forecast.n_params(config) / 1e6:,.1f} M parameters, {config.n_layers} layers, dim {config.dim}, "
+        f"vocabulary {config.vocab_size:,}, {cfg.dtype}")
     for i, line in enumerate(data.report(prepared)):
         say(f"{'data' if i == 0 else '':<8} {line}")
     say(f"step     {cfg.batch_size} rows x {cfg.seq_len} tokens x {cfg.gradient_accumulation_steps} micro-batches = {plan['tokens']:,} tokens")

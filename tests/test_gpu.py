@@ -97,6 +97,25 @@ def test_offload_and_recompute_are_bitwise_neutral():
         assert (got[n].float() - want[n].float()).norm() <= 1e-2 * want[n].float().norm(), n
 
 
+def test_what_is_kept_and_offloaded_leaves_the_device():
+    model = make()
+    batch = random_batch(2, 256, SHAPE.vocab_size).to(CUDA)
+    offloader = offload.ActivationOffload(model.parameters(), CUDA)
+    x, context = torch.randn(2, 256, 512, device=CUDA, dtype=torch.bfloat16, requires_grad=True), (model.rope(batch.positions), batch.borders)
+
+    def kept():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y, = offload.run_layer(model.layers[0], [x], [context], recompute=False, offload=offloader)
+        offloader.settle(0, 0)
+        torch.cuda.synchronize()
+        return y, torch.cuda.memory_allocated() - before
+
+    kept()
+    y, after = kept()
+    assert offloader.packed_bytes > 20 * y.nbytes and after <= 1.5 * y.nbytes
+
+
 def run_steps(cfg, steps=4, compile=False):
     model = train.make_model(cfg, SHAPE, CUDA, None)
     if compile:

@@ -74,6 +74,36 @@ def test_gradients_of_one_micro_batch_are_bitwise_those_of_autograd():
     assert same(gradients(model, BATCHES[:1], recompute=True), gradients(model, BATCHES[:1]))
 
 
+@pytest.mark.parametrize("micro", [1, 3])
+def test_long_rows_go_through_the_feed_forward_in_pieces(micro, monkeypatch):
+    model, lengths = make(), []
+    want = gradients(model, BATCHES[:micro], recompute=True)
+    monkeypatch.setattr(offload, "FFN_TOKENS", 13)
+    for block in model.layers:
+        block.hidden = lambda h, block=block: lengths.append(len(h)) or llama.Block.hidden(block, h)
+    got = gradients(model, BATCHES[:micro], recompute=True)
+    assert sorted(set(lengths)) == [10, 11, 32]  # 32 tokens: whole in forward, in three pieces in backward
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-7)
+
+
+def test_what_is_kept_and_offloaded_is_nowhere_else():
+    """With recompute off a block's graph holds what it saved, which the offloader took, and nothing more."""
+    model = make()
+    offloader = offload.ActivationOffload(model.parameters(), CPU)
+    offloader.settle = lambda *a: offloader.copying.clear()
+    block, x = model.layers[0], torch.randn(2, 16, 48, requires_grad=True)
+    context = model.rope(BATCHES[0].positions), model.documents(BATCHES[0])
+    gc.collect()
+    before = {id(t) for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+    y, = offload.run_layer(block, [x], [context], recompute=False, offload=offloader)
+    gc.collect()
+    mine = {s.buffer.untyped_storage().data_ptr() for s in offloader.saved.values()} | offloader.param_storages | {y.untyped_storage().data_ptr()}
+    left = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and id(t) not in before and t.numel() >= 1024
+            and t.untyped_storage().data_ptr() not in mine]
+    assert offloader.packed >= 8 and not left, [t.shape for t in left]
+
+
 def test_without_gradients_a_layer_just_runs():
     model, offloader = make(), offload.ActivationOffload([], CPU)
     with torch.no_grad():

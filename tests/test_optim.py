@@ -183,22 +183,26 @@ def test_every_parameter_steps_once_per_update(tied, monkeypatch):
 
 
 class Gains(nn.Module):
-    """The least that run_layer takes: y = x * gain + x @ w2.T."""
+    """The least that run_layer takes: y = x * gain + (x * gain) @ w2.T."""
 
     def __init__(self):
         super().__init__()
         self.gain, self.feed_forward = nn.Parameter(torch.ones(3)), nn.Module()
         self.feed_forward.w2 = nn.Linear(3, 3, bias=False)
+        nn.init.zeros_(self.feed_forward.w2.weight)
 
-    def features(self, x):
-        return x * self.gain, x * 1
+    def attended(self, x):
+        return x * self.gain
+
+    def hidden(self, h):
+        return h * 1
 
 
 @pytest.mark.parametrize("make", [optim.Adam8bit, lambda named: optim.StockOptimizer("adamw", named)])
 @pytest.mark.parametrize("cut", [[4], [2, 2], [1, 3], [1, 1, 1, 1]])
 def test_accumulated_micro_batches_make_one_adam_step(make, cut):
     block = Gains()
-    block.forward = lambda x: block.features(x)[0] + block.feed_forward.w2(block.features(x)[1])
+    block.forward = lambda x: block.attended(x) + block.feed_forward.w2(block.hidden(block.attended(x)))
     optimizer = make(list(block.named_parameters()))
     rows = torch.tensor([[1.0, 2, 3], [4, -5, 6], [-7, 8, 9], [1, 0, -1]])
     optimizer.begin(0.1)
