@@ -16,7 +16,8 @@ from offload import FFN_TOKENS
 GiB = 2 ** 30
 CUDA_CONTEXT = int(1.2e9)  # on the GPU beside tensors: context, kernels, cuBLAS workspaces, the allocator's slack
 BARE_CONTEXT = int(0.5e9)  # of that, what is taken as soon as the GPU is asked anything
-PROCESS = int(2.3e9)       # on the host beside what is counted: Python, torch, CUDA's libraries, copies in flight
+PROCESS = int(2.0e9)       # on the host beside what is counted: Python, torch, CUDA's libraries
+COMPILER = int(0.5e9)      # and with compile=True
 PROCESS_CPU = int(0.5e9)   # the same without a GPU
 STATE_SPEED = 190e9        # parameters per second that the update kernel steps on a card with 4.8 TB/s
 KEEP_FREE = int(0.3e9)     # of the GPU, when leftover memory is given to optimizer states
@@ -56,28 +57,27 @@ def element_bytes(cfg) -> int:
     return 2 if cfg.dtype == "bfloat16" else 4
 
 
-def attention_width(config: ModelConfig) -> int:
-    """Numbers a token of q, k, v before and after rope, the output and their gradients."""
-    return 4 * (config.n_heads + config.n_kv_heads) * config.head_dim
-
-
-def working_widths(config: ModelConfig) -> tuple[int, int]:
-    """Numbers a token that a block's backward has in memory, for one micro-batch: in all, and of that in the feed-forward."""
-    return 6 * config.dim + attention_width(config) + 5 * config.ffn_dim, 5 * config.ffn_dim
-
-
 def recomputed(cfg, config: ModelConfig) -> list[int]:
     """Numbers of the blocks that run again in backward, spread evenly."""
     share = cfg.recompute if cfg.activation_checkpointing else 0.0
     return [i for i in range(config.n_layers) if int((i + 1) * share + 1e-9) > int(i * share + 1e-9)]
 
 
+def kept_width(config: ModelConfig) -> int:
+    """Numbers a token that a block saves for backward if it is not run again: around norms and products, q, k, v, and in w1, w3, w2."""
+    return 4 * config.dim + 2 * (config.n_heads + config.n_kv_heads) * config.head_dim + 3 * config.ffn_dim
+
+
 def saved_bytes(cfg, config: ModelConfig, again: bool) -> int:
     """What a block saves for backward, over all micro-batches: its inputs if it runs again, else its activations."""
-    width = config.dim
-    if not again:
-        width += 3 * config.dim + attention_width(config) + 3 * config.ffn_dim
+    width = config.dim if again else kept_width(config)
     return cfg.batch_size * cfg.seq_len * cfg.gradient_accumulation_steps * width * element_bytes(cfg)
+
+
+def moving_bytes(cfg, config: ModelConfig) -> int:
+    """Offloaded activations on the GPU on their way back at one time (and out, if blocks are kept): a block's, or 0.7 GB."""
+    most = max(saved_bytes(cfg, config, i in set(recomputed(cfg, config))) for i in range(config.n_layers))
+    return min(most, max(int(0.7e9), saved_bytes(cfg, config, True)))
 
 
 def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, int]]:
@@ -88,7 +88,8 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     params, size = n_params(config), element_bytes(cfg)
     tokens = cfg.batch_size * cfg.seq_len                                  # of one micro-batch
     micro = cfg.gradient_accumulation_steps
-    rows = tokens * micro * config.dim * size                              # one [B, T, C] of every micro-batch
+    row = tokens * config.dim * size                                       # one [B, T, C]
+    rows = row * micro                                                     # one of every micro-batch
     head, block = config.vocab_size * config.dim, block_params(config)
     paged = cfg.optimizer == "adam8bit"
     parked = params * size if paged and cfg.grad_clip else 0
@@ -97,15 +98,17 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     resident = min(states + parked, int((cfg.state_resident_gb or 0) * 1e9)) if paged and cuda else 0
     # the fullest moment is in the head's backward (its gradient in fp32, then rounded) or in a block's
     vocab_chunk = min(cfg.loss_chunk, tokens) * config.vocab_size
-    in_head = 4 * head + max(size * head, vocab_chunk * (4 + size if cuda else 16)) + 2 * rows  # the loss is compiled on GPUs only
+    in_head = 4 * head + max(size * head, vocab_chunk * (4 + size if cuda else 16)) + 2 * rows + 3 * row  # the loss is compiled on GPUs only
     again = len(recomputed(cfg, config))
-    width, ffn = working_widths(config)
-    working = size * (tokens * (width - ffn) + min(tokens, FFN_TOKENS) * ffn) if again else 0
+    in_block = block * (size + (4 if micro > 1 or tokens > FFN_TOKENS else 0)) + 3 * rows + 4 * row
+    if again:
+        in_block += size * 5 * config.ffn_dim * min(tokens, FFN_TOKENS)
     if not cuda or cfg.dtype != "bfloat16":                                # attention through a mask
-        working += tokens * cfg.seq_len * (1 + 4 * config.n_heads)
-    in_block = block * (size + (4 if micro > 1 or tokens > FFN_TOKENS else 0)) + working + 4 * rows
-    if again < config.n_layers and cfg.activation_offloading and cuda:     # what is kept, on its way out or back
-        in_head, in_block = (n + saved_bytes(cfg, config, False) for n in (in_head, in_block))
+        in_block += tokens * cfg.seq_len * (1 + 4 * config.n_heads)
+    if again < config.n_layers and cfg.activation_offloading and cuda:
+        in_head, in_block = (n + moving_bytes(cfg, config) for n in (in_head, in_block))
+    if parked:
+        in_block += 4 * size * config.dim * config.ffn_dim                 # gradients on their way out
     every = params * size if cfg.optimizer == "adamw" else 0               # torch's AdamW needs all gradients at once
     kept = again * saved_bytes(cfg, config, True) + (config.n_layers - again) * saved_bytes(cfg, config, False)
     gpu = {"weights": params * size, "gradients and working memory, at the fullest": max(in_head, in_block + every)}
@@ -113,10 +116,10 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     if not paged:
         gpu["optimizer states"] = host.pop("optimizer states")
     elif cuda:
-        gpu["optimizer states on their way"] = min(states, int(cfg.state_buffer_gb * 1e9))
+        gpu["optimizer states on their way"] = min(states + parked - resident, int(cfg.state_buffer_gb * 1e9))
         gpu["optimizer states that stay"] = resident
     (host if cfg.activation_offloading else gpu)["blocks' inputs" if again == config.n_layers else "activations"] = kept
-    host["process"] = PROCESS if cuda else PROCESS_CPU
+    host["process"] = PROCESS + COMPILER * cfg.compile if cuda else PROCESS_CPU
     pcie = {"optimizer states": states - resident if paged else 0, "activations": kept if cfg.activation_offloading else 0,
             "parked gradients": parked}
     if not cuda:
@@ -138,7 +141,8 @@ def step_seconds(cfg, config: ModelConfig, card: Card) -> dict[str, float]:
     attention = 4 * config.n_heads * config.head_dim * min(cfg.seq_len, 512) / 2 * 3.5
     flops = tokens * (6 * table + config.n_layers * (6 * block + again + attention))
     size = element_bytes(cfg)
-    traffic = config.n_layers * 4 * tokens * working_widths(config)[0] * size  # activations, written and read, forward and backward
+    width = kept_width(config) + 2 * config.ffn_dim + 4 * config.dim
+    traffic = config.n_layers * 4 * tokens * width * size  # activations, written and read, forward and backward
     if cfg.gradient_accumulation_steps > 1:
         traffic += config.n_layers * cfg.gradient_accumulation_steps * block * (8 + size)  # fp32 sums of gradients
     update = n_params(config) / STATE_SPEED * (4.8e12 / card.memory if cfg.optimizer == "adam8bit" else 8)

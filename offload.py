@@ -84,7 +84,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx, *grad_ys):
         block, w2 = ctx.block, ctx.block.feed_forward.w2.weight
         params = [p for p in block.parameters() if p is not w2]
-        rows = grad_ys[0].numel() // grad_ys[0].size(-1)
+        xs, rows = ctx.saved_tensors, grad_ys[0].numel() // grad_ys[0].size(-1)
         cuts = 1 if ctx.graphs else -(-rows // FFN_TOKENS)
         alone = len(grad_ys) * cuts == 1  # then there is nothing to sum
         totals, grad_xs = {}, []
@@ -102,7 +102,7 @@ class _Layer(torch.autograd.Function):
             if ctx.graphs:
                 at_x, at_h, parts = ctx.graphs[i]
             else:
-                at_x, h = record(block.attended, ctx.saved_tensors[i], *ctx.contexts[i])
+                at_x, h = record(block.attended, xs[i], *ctx.contexts[i])
                 at_h, parts = edge(h), (record(block.hidden, part) for part in h.detach().flatten(0, 1).tensor_split(cuts))
                 del h
             grad_hs = []

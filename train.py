@@ -178,9 +178,9 @@ def make_run_layer(cfg: Config, model: Llama):
     again = set(forecast.recomputed(cfg, model.config))
     again = {block for i, block in enumerate(model.layers) if i in again}
     if cfg.activation_offloading:
-        largest = max(forecast.saved_bytes(cfg, model.config, i in again) for i in model.layers)
-        offloader = offload.ActivationOffload(model.parameters(), model.norm.weight.device, ahead_bytes=largest,
-                                              out_bytes=largest if len(again) < len(model.layers) else 0)
+        moving = forecast.moving_bytes(cfg, model.config)
+        offloader = offload.ActivationOffload(model.parameters(), model.norm.weight.device, ahead_bytes=moving,
+                                              out_bytes=moving if len(again) < len(model.layers) else 0)
 
     def run_layer(block, xs, contexts):
         return offload.run_layer(block, xs, contexts, recompute=block in again, offload=offloader)

@@ -21,6 +21,7 @@ VARIANTS = {
     "bf16, rounded stochastically": OURS,
     "bf16, with 8-bit residual": [*OURS, "--master=residual"],
 }
+EXACT = "the same, its weights exported and evaluated in fp32"
 SETTINGS = [  # name, steps, flags
     ("lr 2e-5", 60, ["--batch_size=4", "--learning_rate=2e-5"]),
     ("lr 1e-5", 60, ["--batch_size=4", "--learning_rate=1e-5"]),
@@ -31,24 +32,32 @@ JOBS = int(os.environ.get("JOBS", "1"))  # runs at a time: they are small for a 
 
 
 def curve(steps, flags) -> list[tuple[int, float]]:
-    """(step, held-out loss) of one finetune."""
+    """(step, held-out loss) of one finetune; of one with a residual at last that of its fp32 export as well."""
+    def train(*more):
+        done = subprocess.run([sys.executable, "train.py", "config/smollm2_135m.py", "--seq_len=512", "--val_fraction=0.15", *more],
+                              cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{more}\n{done.stderr}")
+        return done.stdout
+
     with tempfile.TemporaryDirectory() as out:
         # the validation rows are the same for all; the seed decides the order of rows and the rounding
-        command = [sys.executable, "train.py", "config/smollm2_135m.py", "--seq_len=512", "--val_fraction=0.15", f"--max_steps={steps}",
-                   "--warmup_steps=5", "--lr_schedule=constant", f"--eval_every={steps // 6}", "--log_every=0", f"--out_dir={out}/run", *flags]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)}\n{done.stderr}")
+        train(f"--max_steps={steps}", "--warmup_steps=5", "--lr_schedule=constant", f"--eval_every={steps // 6}", "--log_every=0",
+              f"--out_dir={out}/run", *flags, *(["--export_dtype=float32", f"--export={out}/export"] if "--master=residual" in flags else []))
         with open(f"{out}/run/metrics.jsonl", encoding="utf-8") as f:
             rows = [json.loads(line) for line in f]
-    return [(r["step"], r["val_loss"]) for r in rows if "val_loss" in r]
+        losses = [(r["step"], r["val_loss"]) for r in rows if "val_loss" in r]
+        if os.path.exists(f"{out}/export"):
+            said = train(f"--init_from={out}/export", "--eval_only", f"--out_dir={out}/eval", "--batch_size=4")
+            losses.append((steps, float(said.split("val loss ")[1].split()[0])))
+        return losses
 
 
 def table(results) -> list[str]:
     lines = ["| setting | weights and optimizer | held-out loss, first → last (mean of seeds) | share of fp32's gain |", "|---|---|---|---|"]
     for name, *_ in SETTINGS:
         gains = {}
-        for variant in VARIANTS:
+        for variant in [*VARIANTS, EXACT]:
             runs = results.get(name, {}).get(variant)
             if not runs:
                 continue
@@ -65,7 +74,7 @@ def plot(results, path):
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, len(results), figsize=(5 * len(results), 4), sharey=True, squeeze=False)
     for axis, (name, variants) in zip(axes[0], results.items()):
-        for variant, runs in variants.items():
+        for variant, runs in list(variants.items())[:-1]:
             steps = [s for s, _ in runs[0]]
             means = [statistics.mean(run[i][1] for run in runs) for i in range(len(steps))]
             axis.plot(steps, means, marker="o", label=variant)
@@ -84,6 +93,10 @@ def main():
         runs = {(name, variant, seed): pool.submit(curve, steps, [*flags, *more, f"--seed={seed}"])
                 for seed in SEEDS for name, steps, flags in SETTINGS for variant, more in VARIANTS.items()}
         results = {name: {variant: [runs[name, variant, seed].result() for seed in SEEDS] for variant in VARIANTS} for name, *_ in SETTINGS}
+    for variants in results.values():
+        last = list(VARIANTS)[-1]
+        variants[EXACT] = [[*run[:-2], run[-1]] for run in variants[last]]
+        variants[last] = [run[:-1] for run in variants[last]]
     with open(os.path.join(out, "precision.json"), "w", encoding="utf-8") as f:
         json.dump(results, f)
     text = "\n".join(table(results))

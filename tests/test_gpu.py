@@ -158,7 +158,7 @@ def test_compiled_agrees_and_compiles_once():
     compiled, _, _ = run_steps(BASE, steps=12, compile=True)
     assert max(abs(a - b) for a, b in zip(eager, compiled)) < 2e-2
     frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert frames <= 4, frames  # the block with and without gradient, the loss, and one more with dynamic borders
+    assert frames <= 7, frames  # the block's halves with and without gradient, the loss, and two more with dynamic borders
 
 
 def test_bitsandbytes_runs_beside():

@@ -123,6 +123,16 @@ def test_a_block_offloads_its_input_once_per_micro_batch_and_nothing_in_recomput
     assert offloader.packed == 2 * 3
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_was_offloaded_comes_back_once(recompute, monkeypatch):
+    copies = []
+    real = offload._Saved.fetch
+    monkeypatch.setattr(offload._Saved, "fetch", lambda self: (copies.append(self.index) if self.device_copy is None else None, real(self)))
+    model = make()
+    gradients(model, recompute=recompute, offload=offload.ActivationOffload(model.parameters(), CPU, ahead_bytes=10 ** 9))
+    assert len(copies) == len(set(copies)) > 0
+
+
 def test_weights_are_not_offloaded_not_even_as_views():
     linear = nn.Linear(4, 4, bias=False)
     offloader = offload.ActivationOffload(linear.parameters(), CPU, min_elements=1)
