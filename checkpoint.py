@@ -24,16 +24,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from configurator import UserError
 from model import Llama, ModelConfig
 
 SHARD_BYTES = 10 ** 9
 
 
-class CheckpointError(Exception):
-    """A checkpoint can't be read or written; the message is one clear line, whatever names and values a file puts into it."""
-
-    def __init__(self, message: str):
-        super().__init__(message if len(message) < 800 else f"{message[:500]} ... {message[-200:]}")
+class CheckpointError(UserError):
+    """A checkpoint can't be read or written."""
 
 
 # -----------------------------------------------------------------------------

@@ -22,8 +22,16 @@ import types
 import typing
 
 
-class ConfigError(Exception):
-    """A user's mistake in the settings; the message is one clear line."""
+class UserError(Exception):
+    """What a user can put right. The message is one line and not too long, whatever names and values it quotes."""
+
+    def __init__(self, message: str):
+        message = " ".join(message.splitlines())
+        super().__init__(message if len(message) < 800 else f"{message[:500]} ... {message[-200:]}")
+
+
+class ConfigError(UserError):
+    """A mistake in the settings."""
 
 
 def parse(config_class, argv: list[str]):
@@ -86,12 +94,12 @@ def cast(value, hint, is_text: bool):
     kind = options[0]
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
-        if value in choices:
+        if isinstance(value, str) and value in choices:
             return value
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        raise ValueError(f"must be one of {', '.join(map(repr, choices))}, got {value!r}"
+        near = difflib.get_close_matches(shown(value).strip("'"), choices, n=1)
+        raise ValueError(f"must be one of {', '.join(map(repr, choices))}, got {shown(value)}"
                          + (f"; did you mean '{near[0]}'?" if near else ""))
-    expected = ValueError(f"expects {type_name(hint)}, got {value!r}")
+    expected = ValueError(f"expects {type_name(hint)}, got {shown(value)}")
     if kind is str:
         if not isinstance(value, str):
             raise expected
@@ -116,12 +124,20 @@ def cast(value, hint, is_text: bool):
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise expected                              # a bool is an int in Python, but not in a config
     if kind is int:
-        if value != value or abs(value) == float("inf") or int(value) != value:
+        if not -2 ** 63 <= value < 2 ** 63 or int(value) != value:
             raise expected
         return int(value)
     if abs(value) > sys.float_info.max or value != value:
         raise expected                              # inf, nan and integers beyond the range of a float
     return float(value)
+
+
+def shown(value) -> str:
+    """repr, where there is one: a file can make integers of 10,000 digits, very deep lists, and objects of its own."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"what can't be printed, of type {type(value).__name__}"
 
 
 def type_name(hint) -> str:

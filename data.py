@@ -11,8 +11,10 @@ What becomes of a document: text longer than a row is cut into rows, nothing los
 ends; a conversation is never cut in two: past seq_len it is truncated, and dropped if nothing learnable is left.
 """
 
+import base64
 import glob
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -21,7 +23,7 @@ import sys
 import time
 import unicodedata
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,11 +31,13 @@ import numpy as np
 import tiktoken
 import torch
 
+import configurator
+
 LEARN, START, TOKEN = 1 << 31, 1 << 30, (1 << 30) - 1
 
 
-class DataError(Exception):
-    """A user's data or tokenizer can't be used; the message is one clear line."""
+class DataError(configurator.UserError):
+    """A user's data or tokenizer can't be used."""
 
 
 # -----------------------------------------------------------------------------
@@ -41,6 +45,7 @@ class DataError(Exception):
 
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                   r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWEN2_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGITS_GPT2_PATTERN = r"\p{N}|\s+(?=\p{N})|" + GPT2_PATTERN.replace(r" ?\p{N}+|", "")
 MAX_RUN = 25_000  # characters: longer runs of (non-)space are cut, as Meta's tokenizer does, for the regex's sake
@@ -65,8 +70,9 @@ class Tokenizer:
         """no_token: ranks that stand for bytes the vocabulary lacks; they are dropped, as Hugging Face does."""
         self.specials, self.digest, self.nfc, self.no_token = specials, digest, nfc, no_token
         ids = [*specials.values(), *(r for r in ranks.values() if r not in no_token)]
-        if len(set(ids)) < len(ids):
-            raise DataError("two tokens have the same id")
+        self.ids = set(ids)
+        if len(self.ids) < len(ids) or max(ids) > TOKEN:
+            raise DataError("two tokens have the same id, or one is out of range")
         self.encoding = tiktoken.Encoding("onecard", pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
         self.vocab_size = max(ids) + 1
         self.chat = ("llama3" if "<|start_header_id|>" in specials else "chatml" if "<|im_start|>" in specials else None)
@@ -76,29 +82,16 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, on all cores."""
-        parts, owner = [], []
-        for i, text in enumerate(texts):
-            for part in cut_runs(unicodedata.normalize("NFC", text) if self.nfc else text):
-                parts.append(part)
-                owner.append(i)
-        ids = [[] for _ in texts]
-        for i, part in zip(owner, self.encoding.encode_ordinary_batch(parts, num_threads=os.cpu_count() or 1)):
-            ids[i].extend(part if not self.no_token else (t for t in part if t not in self.no_token))
-        return ids
+        parts = [cut_runs(unicodedata.normalize("NFC", text) if self.nfc else text) for text in texts]
+        encoded = iter(self.encoding.encode_ordinary_batch([p for of_text in parts for p in of_text], num_threads=os.cpu_count() or 1))
+        return [[t for _ in of_text for t in next(encoded) if t not in self.no_token] for of_text in parts]
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
     def decode_bytes(self, ids) -> bytes:
         """Bytes of the ids; ids beyond the vocabulary (padding rows of a model) decode to nothing."""
-        known = self.encoding
-        out = []
-        for i in ids:
-            try:
-                out.append(known.decode_single_token_bytes(int(i)))
-            except KeyError:
-                pass
-        return b"".join(out)
+        return b"".join(self.encoding.decode_single_token_bytes(i) for i in map(int, ids) if i in self.ids)
 
     def decode(self, ids) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
@@ -110,16 +103,10 @@ def cut_runs(text: str) -> list[str]:
     blocks = (text[i:i + half] for i in range(0, len(text) - half + 1, half))
     if len(text) <= MAX_RUN or not any(b.isspace() or b.split(None, 1) == [b] for b in blocks):
         return [text]
-    parts, start, run, space = [], 0, 0, text[0].isspace()
-    for i, c in enumerate(text):
-        if c.isspace() == space:
-            run += 1
-            if run > MAX_RUN:
-                parts.append(text[start:i])
-                start, run = i, 1
-        else:
-            run, space = 1, not space
-    return [*parts, text[start:]]
+    cuts = [0]
+    for run in re.finditer(r"\s+|\S+", text):
+        cuts += range(run.start() + MAX_RUN, run.end(), MAX_RUN)
+    return [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)])]
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -138,22 +125,17 @@ def load_tokenizer(path: str) -> Tokenizer:
     try:
         with open(path, "rb") as f:
             blob = f.read()
+        return (from_tokenizer_json if path.endswith(".json") else from_tiktoken)(blob, hashlib.sha256(blob).hexdigest())
     except OSError as error:
         raise DataError(f"tokenizer '{path}': {error.strerror}") from None
-    digest = hashlib.sha256(blob).hexdigest()
-    try:
-        if path.endswith(".json"):
-            return from_tokenizer_json(blob, digest)
-        return from_tiktoken(blob, digest)
     except DataError as error:
         raise DataError(f"tokenizer '{path}': {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"tokenizer '{path}' is damaged or of another format ({type(error).__name__}: {error})") from None
 
 
 def from_tiktoken(blob: bytes, digest: str) -> Tokenizer:
     """Lines of 'base64 rank'; Llama 3's pattern and control tokens are added."""
-    import base64
     ranks = {}
     for number, line in enumerate(blob.splitlines(), 1):
         if line:
@@ -175,25 +157,19 @@ def from_tokenizer_json(blob: bytes, digest: str) -> Tokenizer:
         raise DataError("only byte-level BPE is supported")
     specials = {t["content"]: t["id"] for t in spec.get("added_tokens", [])}
     to_byte = {c: b for b, c in byte_characters().items()}
-    ranks = {}
-    for token, i in model["vocab"].items():
-        if token not in specials:
-            ranks[bytes(to_byte[c] for c in token)] = i
+    ranks = {bytes(to_byte[c] for c in token): i for token, i in model["vocab"].items() if token not in specials}
     made = [model["vocab"]["".join(merge.split(" ") if isinstance(merge, str) else merge)] for merge in model["merges"]]
     if made != sorted(made):
         raise DataError("merges are not in the order of their ids, which tiktoken needs")
     if not model.get("ignore_merges") and {i for token, i in ranks.items() if len(token) > 1} - set(made):
         raise DataError("the vocabulary has tokens that no merge makes, which tiktoken would use")
-    spare = max([*ranks.values(), *specials.values()]) + 1
-    no_token = set()
-    for b in range(256):
-        if bytes([b]) not in ranks:
-            ranks[bytes([b])] = spare + len(no_token)
-            no_token.add(spare + len(no_token))
+    missing = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
+    no_token = dict(zip(missing, itertools.count(max([*ranks.values(), *specials.values()]) + 1)))
     normalizer = spec.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":
         raise DataError(f"normalizer {normalizer.get('type')} is not supported")
-    return Tokenizer(ranks, split_pattern(spec["pre_tokenizer"]), specials, digest, normalizer is not None, no_token)
+    pattern = split_pattern(spec["pre_tokenizer"])
+    return Tokenizer(ranks | no_token, pattern, specials, digest, normalizer is not None, set(no_token.values()))
 
 
 def split_pattern(pre: dict) -> str:
@@ -203,7 +179,9 @@ def split_pattern(pre: dict) -> str:
     own_regex = steps[-1].get("use_regex", True)
     if not steps[-1].get("add_prefix_space"):
         if kinds == ["Split", "ByteLevel"] and not own_regex and steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"):
-            return steps[0]["pattern"]["Regex"]
+            pattern = steps[0]["pattern"]["Regex"]
+            if pattern in (LLAMA3_PATTERN, QWEN2_PATTERN):  # an unknown one may leave text out, which tiktoken would not tell
+                return pattern
         if kinds == ["Digits", "ByteLevel"] and own_regex and steps[0]["individual_digits"]:
             return DIGITS_GPT2_PATTERN
         if kinds == ["ByteLevel"] and own_regex:
@@ -248,21 +226,12 @@ def documents(data: str, text_documents: str, counts: Counter):
             yield "text", text, name
         return
     for path in find_files(data):
-        if path.endswith((".txt", ".md")):
-            yield from text_file(path, text_documents, counts)
-            continue
-        for row, where in json_rows(path):
-            counts["rows read"] += 1
-            try:
-                kind, payload = read_row(row)
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from None
-            if isinstance(payload, list) and not any(role == "assistant" for role, _, _ in payload):
-                counts["dropped: no assistant turn"] += 1
-            elif not payload:
-                counts["dropped: empty"] += 1
-            else:
-                yield kind, payload, where
+        try:
+            yield from text_file(path, text_documents, counts) if path.endswith((".txt", ".md")) else json_file(path, counts)
+        except OSError as error:
+            raise DataError(f"data '{path}': {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 ({error.reason}); convert the file first") from None
 
 
 def pydoc_texts() -> dict[str, str]:
@@ -276,12 +245,9 @@ def pydoc_texts() -> dict[str, str]:
 
 
 def text_file(path, text_documents, counts):
-    with open_text(path) as f:
-        if text_documents == "file":
-            texts = [f.read()]
-        else:
-            texts = blocks(f)
-        for i, text in enumerate(texts, 1):
+    with open(path, encoding="utf-8-sig") as f:
+        blocks = ("".join(lines) for blank, lines in itertools.groupby(f, lambda line: not line.strip()) if not blank)
+        for i, text in enumerate([f.read()] if text_documents == "file" else blocks, 1):
             counts["rows read"] += 1
             if text.strip():
                 yield "text", text, f"{path}: document {i}"
@@ -289,72 +255,46 @@ def text_file(path, text_documents, counts):
                 counts["dropped: empty"] += 1
 
 
-def blocks(lines):
-    """Runs of lines between blank lines."""
-    block = []
-    for line in lines:
-        if line.strip():
-            block.append(line)
-        elif block:
-            yield "".join(block)
-            block = []
-    if block:
-        yield "".join(block)
-
-
-def open_text(path, newline=None):
-    """UTF-8 with or without byte order mark, whatever the locale; line ends become \\n, unless newline says otherwise."""
-    try:
-        return _Utf8(open(path, encoding="utf-8-sig", newline=newline), path)
-    except OSError as error:
-        raise DataError(f"data '{path}': {error.strerror}") from None
-
-
-class _Utf8:
-    """A text file whose decoding errors name the file."""
-
-    def __init__(self, file, path):
-        self.file, self.path = file, path
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.file.close()
-        if error[0] is not None and issubclass(error[0], UnicodeDecodeError):
-            raise DataError(f"{self.path}: not UTF-8 ({error[1].reason} at byte {error[1].start} of a block)") from None
-
-    def read(self, n=-1):
-        return self.file.read(n)
-
-    def __iter__(self):
-        return iter(self.file)
+def json_file(path, counts):
+    for row, where in json_rows(path):
+        counts["rows read"] += 1
+        try:
+            kind, payload = read_row(row)
+        except (DataError, RecursionError) as error:
+            raise DataError(f"{where}: {error}") from None
+        if kind == "chat" and not any(role == "assistant" for role, _, _ in payload):
+            counts["dropped: no assistant turn"] += 1
+        elif not payload:
+            counts["dropped: empty"] += 1
+        else:
+            yield kind, payload, where
 
 
 def json_rows(path: str):
     """Yields (row, where) of a .jsonl file, or of a .json file that holds one array, without reading it all at once."""
-    with open_text(path) as f:
-        head = f.read(4096).lstrip()
-    with open_text(path, newline="\n") as f:
-        if not head.startswith("["):
-            for number, line in enumerate(f, 1):  # a file's lines end at \n only, unlike str.splitlines()
+    with open(path, encoding="utf-8-sig", newline="\n") as f:  # lines end at \n only, unlike str.splitlines()
+        buffer = f.read(1 << 20).lstrip()
+        if not buffer.startswith("["):
+            f.seek(0)
+            for number, line in enumerate(f, 1):
                 if line.strip():
                     try:
                         yield json.loads(line), f"{path}:{number}"
                     except (ValueError, RecursionError) as error:
                         raise DataError(f"{path}:{number}: not JSON ({str(error)[:80]})") from None
             return
-        decoder, buffer, at, number = json.JSONDecoder(), f.read(1 << 20).lstrip(), 1, 0
-        gap = re.compile(r"[ \t\r\n]*,?[ \t\r\n]*")
+        decoder, gap, at, number = json.JSONDecoder(), re.compile(r"[ \t\r\n]*(,?)[ \t\r\n]*"), 1, 0
         while True:
-            at = gap.match(buffer, at).end()
-            if buffer.startswith("]", at):
-                if (buffer[at + 1:] + f.read()).strip():
+            comma = gap.match(buffer, at)
+            if buffer.startswith("]", comma.end()):
+                if (buffer[comma.end() + 1:] + f.read()).strip():
                     raise DataError(f"{path}: something follows the array, after row {number}")
                 return
             try:
-                row, used = decoder.raw_decode(buffer, at)
-            except (ValueError, RecursionError) as error:
+                if bool(comma[1]) != (number > 0):
+                    raise ValueError("a comma is missing or too many")
+                row, at = decoder.raw_decode(buffer, comma.end())
+            except (ValueError, RecursionError) as error:  # or the buffer ends here
                 more = f.read(max(1 << 20, len(buffer) - at))
                 if not more:
                     raise DataError(f"{path}: row {number + 1} is not JSON ({str(error)[:80]})") from None
@@ -362,7 +302,6 @@ def json_rows(path: str):
                 continue
             number += 1
             yield row, f"{path}: row {number}"
-            at = used
 
 
 def read_row(row):
@@ -374,23 +313,24 @@ def read_row(row):
         if not isinstance(turns, list):
             raise DataError("messages must be a list")
         chat = [read_turn(t) for t in turns]
-        if row.get("tools"):
-            chat.insert(0, ("system", f"Tools: {row['tools'] if isinstance(row['tools'], str) else json.dumps(row['tools'])}", False))
-        if row.get("system"):
-            chat.insert(0, ("system", content_text(row["system"]), False))
-        return "chat", chat
-    if "instruction" in row:
+    elif "instruction" in row:
         question = content_text(row["instruction"]), content_text(row.get("input"))
         answer = content_text(row.get("output", row.get("response")))
-        chat = [("system", content_text(row["system"]), False)] if row.get("system") else []
-        return "chat", [*chat, ("user", "\n\n".join(filter(None, question)), False), ("assistant", answer, True)]
-    if "prompt" in row and "completion" in row:
+        chat = [("user", "\n\n".join(filter(None, question)), False), ("assistant", answer, True)]
+    elif "prompt" in row and "completion" in row:
         if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
-            return "chat", [read_turn(t) for t in [*row["prompt"], *row["completion"]]]
-        return "chat", [("user", content_text(row["prompt"]), False), ("assistant", content_text(row["completion"]), True)]
-    if "text" in row:
+            chat = [read_turn(t) for t in [*row["prompt"], *row["completion"]]]
+        else:
+            chat = [("user", content_text(row["prompt"]), False), ("assistant", content_text(row["completion"]), True)]
+    elif "text" in row:
         return "text", content_text(row["text"])
-    raise DataError(f"no messages, conversations, instruction, prompt/completion or text in the row (it has {', '.join(list(row)[:6])})")
+    else:
+        raise DataError(f"a row needs messages, conversations, instruction, prompt/completion or text; it has {', '.join(list(row)[:6])}")
+    if row.get("tools"):
+        chat.insert(0, ("system", f"Tools: {row['tools'] if isinstance(row['tools'], str) else json.dumps(row['tools'])}", False))
+    if row.get("system"):
+        chat.insert(0, ("system", content_text(row["system"]), False))
+    return "chat", chat
 
 
 def read_turn(turn):
@@ -410,19 +350,12 @@ def read_turn(turn):
 
 def content_text(content) -> str:
     """None is no text; a list of {'type': 'text'} parts is joined; anything but text is an error."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            text = part.get("text", part.get("value")) if isinstance(part, dict) and part.get("type") == "text" else part
-            if not isinstance(text, str):
-                raise DataError(f"content part {str(part)[:60]!r} is not text")
-            texts.append(text)
-        return "".join(texts)
-    raise DataError(f"content must be text, not {type(content).__name__}")
+    parts = content if isinstance(content, list) else [] if content is None else [content]
+    texts = [part.get("text", part.get("value")) if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
+    odd = [text for text in texts if not isinstance(text, str)]
+    if odd:
+        raise DataError(f"content must be text, not {str(odd[0])[:60]!r}")
+    return "".join(texts)
 
 
 def chat_segments(chat, tokenizer: Tokenizer, template: str | None = None, reply: bool = False):
@@ -436,22 +369,17 @@ def chat_segments(chat, tokenizer: Tokenizer, template: str | None = None, reply
     missing = [s for s in needed.get(template, ["a chat template"]) if s not in special]
     if missing:
         raise DataError(f"conversations need {', '.join(missing)}, which this tokenizer does not have")
-    segments = []
-    if template == "llama3":
-        segments.append((tokenizer.bos, False))
+    end = special[needed[template][-1]]
+    segments = [(tokenizer.bos, False)] if template == "llama3" else []
     for role, content, learn in [*chat, *([("assistant", None, False)] if reply else [])]:
         learn = learn and bool(content.strip())
         if template == "llama3":
             name = "ipython" if role == "tool" else role
             segments += [(special["<|start_header_id|>"], False), (name, False), (special["<|end_header_id|>"], False), ("\n\n", False)]
-            end = special["<|eot_id|>"]
         else:
             segments += [(special["<|im_start|>"], False), (f"{role}\n", False)]
-            end = special["<|im_end|>"]
         if content is not None:
-            segments += [(content.strip(), learn), (end, learn)]
-            if template == "chatml":
-                segments.append(("\n", False))
+            segments += [(content.strip(), learn), (end, learn), *([("\n", False)] if template == "chatml" else [])]
     return segments
 
 
@@ -467,14 +395,14 @@ class Prepared:
     def rows(self, split: str) -> list[np.ndarray]:
         """Memory-mapped shards of 'train' or 'val', checked against meta.json."""
         shards = []
-        for name in self.meta["shards"][split]:
-            path = os.path.join(self.folder, name)
+        for i in range(self.meta["shards"][split]):
+            path = os.path.join(self.folder, f"{split}_{i:05d}.npy")
             try:
-                shard = np.load(path, mmap_mode="r", allow_pickle=False)
+                shard = np.lib.format.open_memmap(path, mode="r")  # plain arrays only: nothing in the file is executed
+                if shard.dtype != np.uint32 or shard.ndim != 2 or shard.shape[1] != self.meta["seq_len"] + 1:
+                    raise ValueError(f"it holds {shard.dtype} {shard.shape}, not uint32 rows of {self.meta['seq_len'] + 1}")
             except Exception as error:  # numpy raises many kinds for a damaged header
                 raise DataError(f"prepared data '{path}' is damaged ({error}); delete the folder to prepare it anew") from None
-            if shard.dtype != np.uint32 or shard.ndim != 2 or shard.shape[1] != self.meta["seq_len"] + 1:
-                raise DataError(f"prepared data '{path}' holds {shard.dtype} {shard.shape}, not uint32 rows of {self.meta['seq_len'] + 1}")
             shards.append(shard)
         return shards
 
@@ -488,7 +416,7 @@ def read_meta(folder: str) -> dict | None:
             return meta
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise DataError(f"prepared data '{folder}' is damaged; delete the folder to prepare it anew")
 
@@ -497,16 +425,19 @@ def meta_check(meta: dict) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
-def fingerprint(data: str, tokenizer: Tokenizer, **settings) -> str:
+def fingerprint(sources: list[str], tokenizer: Tokenizer, **settings) -> str:
     """Hash of everything that decides the rows: the files' contents, the tokenizer, the settings and this format."""
-    digest = hashlib.sha256(json.dumps(["rows-2", tokenizer.digest, settings], sort_keys=True).encode())
-    if data == "pydoc":
-        digest.update(json.dumps(pydoc_texts(), sort_keys=True).encode())
-    else:
-        for path in find_files(data):
+    digest = hashlib.sha256(json.dumps(["rows-3", len(sources), tokenizer.digest, settings], sort_keys=True).encode())
+    for data in sources:
+        if data == "pydoc":
+            digest.update(json.dumps(pydoc_texts(), sort_keys=True).encode())
+            continue
+        files = find_files(data)
+        digest.update(str(len(files)).encode())
+        for path in files:
             try:
                 with open(path, "rb") as f:
-                    digest.update(os.path.basename(path).encode() + hashlib.file_digest(f, "sha256").digest())
+                    digest.update(os.fsencode(os.path.basename(path)) + hashlib.file_digest(f, "sha256").digest())
             except OSError as error:
                 raise DataError(f"data '{path}': {error.strerror}") from None
     return digest.hexdigest()[:16]
@@ -522,9 +453,8 @@ def prepare(data: str, tokenizer: Tokenizer, cache_dir: str, seq_len: int, val_f
     """
     settings = dict(seq_len=seq_len, val_fraction=0.0 if val_data else val_fraction, text_documents=text_documents,
                     train_on_input=train_on_input, chat_template=chat_template or tokenizer.chat)
-    key = fingerprint(data, tokenizer, **settings)
-    if val_data:
-        key = hashlib.sha256(f"{key} {fingerprint(val_data, tokenizer, **settings)}".encode()).hexdigest()[:16]
+    sources = [(data, "train"), (val_data, "val")] if val_data else [(data, None)]
+    key = fingerprint([source for source, _ in sources], tokenizer, **settings)
     folder = os.path.join(cache_dir, key)
     meta = read_meta(folder)
     if meta:
@@ -535,11 +465,11 @@ def prepare(data: str, tokenizer: Tokenizer, cache_dir: str, seq_len: int, val_f
         os.makedirs(work)
         packers = {split: Packer(work, split, seq_len) for split in ("train", "val")}
         counts, start, shown, number = Counter(), time.time(), time.time(), 0
-        for source, fixed_split in ((data, "train" if val_data else None), *(((val_data, "val"),) if val_data else ())):
+        for source, split in sources:
             for kind, ids, learn in encode_documents(source, tokenizer, text_documents, train_on_input, chat_template, counts):
                 in_val = zlib.crc32(str(number).encode()) < val_fraction * 2 ** 32
                 number += 1
-                packers[fixed_split or ("val" if in_val else "train")].add(kind, ids, learn, counts)
+                packers[split or ("val" if in_val else "train")].add(kind, ids, learn, counts)
                 if time.time() - shown > 2:
                     shown = time.time()
                     log(f"  {number:,} documents, {counts['tokens']:,} tokens, {counts['tokens'] / (shown - start):,.0f} tokens/s")
@@ -549,12 +479,12 @@ def prepare(data: str, tokenizer: Tokenizer, cache_dir: str, seq_len: int, val_f
         if counts["supervised tokens"] == 0:
             reasons = "; ".join(f"{k.removeprefix('dropped: ')}: {v}" for k, v in counts.items() if k.startswith("dropped"))
             raise DataError(f"data '{data}': nothing to learn from ({counts['rows read']} rows read; {reasons or 'all empty'})")
-        if not packers["train"].shards:
+        if not packers["train"].n_rows:
             raise DataError(f"data '{data}': all documents fell to validation; lower --val_fraction or give --val_data")
         slots = sum(p.n_rows for p in packers.values()) * seq_len
         meta = {"seq_len": seq_len, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.digest, "dtype": "uint32",
                 "fingerprint": key, "data": data, "fill": counts["tokens"] / slots, "counts": dict(counts),
-                "rows": {s: p.n_rows for s, p in packers.items()}, "shards": {s: p.shards for s, p in packers.items()},
+                "rows": {s: p.n_rows for s, p in packers.items()}, "shards": {s: p.n_shards for s, p in packers.items()},
                 "max_token": max(p.max_token for p in packers.values())}
         with open(os.path.join(work, "meta.json"), "w", encoding="utf-8") as f:
             json.dump(meta | {"check": meta_check(meta)}, f, indent=1)
@@ -605,16 +535,17 @@ def encode_batch(batch, tokenizer, train_on_input):
 
 class Packer:
     """
-    Best fit decreasing: of every BUFFER documents the longest is placed first, each into the fullest of at most WINDOW
-    open rows it fits in. Writes shards of about 64 MB; memory is bounded by buffer, window and one shard.
+    Puts pieces of documents together to full rows. Pieces wait until there are BUFFER of them, then half of them go
+    into rows; memory is bounded by the buffer and a shard of about 64 MB.
     """
 
-    BUFFER, WINDOW = 4096, 4096
+    BUFFER = 4096
 
     def __init__(self, folder: str, split: str, seq_len: int):
         self.folder, self.split, self.seq_len = folder, split, seq_len
-        self.waiting, self.open, self.room = [], [], np.zeros(0, np.int64)
-        self.done, self.shards, self.n_rows, self.max_token = [], [], 0, 0
+        self.waiting, self.count = defaultdict(list), np.zeros(seq_len, np.int64)  # pieces by length, and how many
+        self.count[0] = self.BUFFER  # no piece at all: there are always enough of these
+        self.done, self.n_shards, self.n_rows, self.max_token = [], 0, 0, 0
         self.shard_rows = max(1, 2 ** 24 // (seq_len + 1))
 
     def add(self, kind, ids, learn, counts):
@@ -635,39 +566,32 @@ class Packer:
             if len(piece) >= T:
                 self.emit(np.pad(piece, (0, T + 1 - len(piece))))
             else:
-                self.waiting.append(piece)
-        if len(self.waiting) >= self.BUFFER:
-            self.place_waiting()
+                self.waiting[len(piece)].append(piece)
+                self.count[len(piece)] += 1
+        if self.count[1:].sum() >= self.BUFFER:
+            self.fill_rows(self.BUFFER // 2)
 
-    def place_waiting(self):
-        for piece in sorted(self.waiting, key=len, reverse=True):
-            self.place(piece)
-        self.waiting = []
-
-    def place(self, piece):
-        fits = np.flatnonzero(self.room >= len(piece))
-        if len(fits):
-            at = fits[np.argmin(self.room[fits])]
-        else:
-            if len(self.open) >= self.WINDOW:
-                self.close_row(int(np.argmin(self.room)))
-            at = len(self.open)
-            self.open.append([])
-            self.room = np.append(self.room, self.seq_len)
-        self.open[at].append(piece)
-        self.room[at] -= len(piece)
-        if self.room[at] == 0:
-            self.close_row(int(at))
-
-    def close_row(self, at):
-        pieces = self.open.pop(at)
-        self.room = np.delete(self.room, at)
-        row = np.concatenate(pieces)
-        used = len(row)
-        row = np.pad(row, (0, self.seq_len + 1 - used))
-        if used < self.seq_len:
-            row[used] = START  # padding is a document of its own, of token 0, never learned
-        self.emit(row)
+    def fill_rows(self, left):
+        """
+        Rows of the pieces that wait, until so many are left. Each begins with the longest piece; then comes, again and
+        again, one of the two that together leave the least room. Of such pairs the most common lengths are taken, so
+        that others which fit as well stay at hand.
+        """
+        while self.count[1:].sum() > left:
+            pieces, room, length = [], self.seq_len, np.flatnonzero(self.count)[-1]
+            while length:
+                pieces.append(self.waiting[length].pop())
+                self.count[length] -= 1
+                room -= length
+                lengths = np.flatnonzero(self.count[:room + 1])
+                second = lengths[np.searchsorted(lengths, room - lengths, side="right") - 1]
+                together = lengths + second
+                best = np.argmax(self.count[lengths] * self.count[second] * (together == together.max()))
+                length = max(lengths[best], second[best])
+            row = np.concatenate([*pieces, np.zeros(room + 1, np.uint32)])
+            if room:
+                row[-room - 1] = START  # padding is a document of its own, of token 0, never learned
+            self.emit(row)
 
     def emit(self, row):
         self.done.append(row)
@@ -676,15 +600,12 @@ class Packer:
             self.write()
 
     def write(self):
-        name = f"{self.split}_{len(self.shards):05d}.npy"
-        np.save(os.path.join(self.folder, name), np.stack(self.done))
-        self.shards.append(name)
+        np.save(os.path.join(self.folder, f"{self.split}_{self.n_shards:05d}.npy"), np.stack(self.done))
+        self.n_shards += 1
         self.done = []
 
     def close(self):
-        self.place_waiting()
-        while self.open:
-            self.close_row(len(self.open) - 1)
+        self.fill_rows(0)
         if self.done:
             self.write()
 
@@ -779,14 +700,15 @@ def show(prepared: Prepared, tokenizer: Tokenizer, n: int):
         for row in shard:
             starts = [*np.flatnonzero(row[:-1] & START), len(row) - 1]
             for a, b in zip(starts, starts[1:]):
-                document, text = row[a:b], ""
-                if not (document & LEARN).any():
+                document = row[a:b].tolist()
+                n_learned = sum(entry & LEARN != 0 for entry in document)
+                if not n_learned:
                     continue
-                edges = [0, *(np.flatnonzero(np.diff((document & LEARN) != 0)) + 1), len(document)]
-                for i, j in zip(edges, edges[1:]):
-                    part = tokenizer.decode(document[i:j] & TOKEN)
-                    text += f"{on}{part}{off}" if document[i] & LEARN else part
-                print(f"--- {b - a} tokens, {np.count_nonzero(document & LEARN)} learned ({on}so{off})\n{text}")
+                print(f"--- {b - a} tokens, {n_learned} learned ({on}so{off})")
+                for learned, part in itertools.groupby(document, lambda entry: entry & LEARN):
+                    text = tokenizer.decode(entry & TOKEN for entry in part)
+                    print(f"{on}{text}{off}" if learned else text, end="")
+                print()
                 n -= 1
                 if n == 0:
                     return
@@ -805,7 +727,6 @@ class Config:
 
 
 def main(argv=None) -> int:
-    import configurator
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0].startswith("-") or "--help" in argv:
         print(__doc__.strip(), "\n", configurator.help_text(Config), sep="\n")
@@ -823,7 +744,7 @@ def main(argv=None) -> int:
         if cfg.show:
             show(prepared, tokenizer, cfg.show)
         return 0
-    except (DataError, configurator.ConfigError) as error:
+    except configurator.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

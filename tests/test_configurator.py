@@ -95,6 +95,21 @@ def test_an_optional_setting_takes_none(name, tmp_path):
     assert by_flag(name, "None", tmp_path) is by_flag(name, "null", tmp_path) is by_file(name, "None", tmp_path) is None
 
 
+@pytest.mark.parametrize("source", ["steps = 10 ** 5000", "steps = 2 ** 63", "rate = 10 ** 5000", "mode = 10 ** 5000", "note = 10 ** 5000",
+                                    "steps = []\nfor _ in range(100_000):\n    steps = [steps]", "class _Odd:\n    __repr__ = __eq__ = None\nmode = _Odd()"])
+def test_values_that_only_a_program_can_make_are_refused(source, tmp_path):
+    (tmp_path / "odd.py").write_text(source)
+    with pytest.raises(ConfigError, match="odd.py': '(steps|rate|mode|note)' (expects|must be)"):
+        parse(Settings, [str(tmp_path / "odd.py")])
+
+
+@pytest.mark.parametrize("flag", ["--steps=1\n2", "--no\nsuch=1", "--steps=" + "x" * 5000, "two\nlines.py", "--steps=" + "9" * 400])
+def test_a_message_is_one_line_of_bounded_length(flag):
+    with pytest.raises(ConfigError) as error:
+        parse(Settings, [flag])
+    assert "\n" not in str(error.value) and len(str(error.value)) < 800
+
+
 def test_an_error_says_where_what_and_which_type():
     with pytest.raises(ConfigError, match="^flag '--rate=fast': 'rate' expects float, got 'fast'$"):
         parse(Settings, ["--rate=fast"])

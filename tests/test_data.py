@@ -82,7 +82,8 @@ def random_texts(n, seed=0):
 def build_tokenizer(style, path):
     """A small byte-level BPE, trained here and stored as Hugging Face stores Llama 3's, Qwen2's, GPT-2's or SmolLM2's."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    split = [pre_tokenizers.Split(tokenizers.Regex(data.LLAMA3_PATTERN), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    pattern = tokenizers.Regex(data.QWEN2_PATTERN if style == "qwen2" else data.LLAMA3_PATTERN)
+    split = [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     steps = {"llama3": split, "qwen2": split, "gpt2": [byte_level], "smollm2": [pre_tokenizers.Digits(individual_digits=True), byte_level]}[style]
     tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=style == "llama3"))
@@ -178,6 +179,8 @@ def damage(spec, where):
         spec["model"]["merges"].reverse()
     elif where == "id":
         spec["model"]["vocab"]["a"] = spec["model"]["vocab"]["b"]
+    elif where.startswith("id "):
+        spec["added_tokens"][0]["id"] = eval(where[3:])
     elif where == "type":
         spec["model"]["type"] = "Unigram"
     elif where == "normalizer":
@@ -188,10 +191,14 @@ def damage(spec, where):
         spec["pre_tokenizer"]["use_regex"] = False
     elif where == "pre-tokenizer":
         spec["pre_tokenizer"] = {"type": "Metaspace"}
+    elif where == "words only":
+        split = {"type": "Split", "pattern": {"Regex": r"\p{L}+"}, "behavior": "Isolated", "invert": False}
+        spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}
     return json.dumps(spec)[:5000 if where == "cut" else None]
 
 
-@pytest.mark.parametrize("where", ["merges", "id", "type", "normalizer", "prefix space", "no regex", "pre-tokenizer", "cut"])
+@pytest.mark.parametrize("where", ["merges", "id", "id -1", "id 2 ** 31", "id 10 ** 30", "type", "normalizer", "prefix space", "no regex",
+                                   "pre-tokenizer", "words only", "cut"])
 def test_a_tokenizer_json_that_would_encode_otherwise_is_refused(where, tmp_path):
     spec = json.load(open(build_tokenizer("gpt2", tmp_path / "tokenizer.json"), encoding="utf-8"))
     (tmp_path / "tokenizer.json").write_text(damage(spec, where), encoding="utf-8")
@@ -209,6 +216,8 @@ def test_a_damaged_tiktoken_file_is_refused(blob, tmp_path):
     for path in ("missing", "missing.json"):
         with pytest.raises(data.DataError, match=f"'{path}': No such file"):
             data.load_tokenizer(path)
+    with pytest.raises(data.DataError, match="null byte"):
+        data.load_tokenizer("a\0b")
 
 
 def test_long_runs_are_cut_as_metas_tokenizer_cuts_them(monkeypatch):
@@ -315,6 +324,37 @@ def test_an_array_that_does_not_end_well_is_refused(text, tmp_path):
         documents(tmp_path / "d.json")
 
 
+@pytest.mark.parametrize("text, row", [('[{"text": "a"},, {"text": "b"}]', 2), ('[, {"text": "a"}]', 1), ('[{"text": "a"} {"text": "b"}]', 2)])
+def test_commas_too_many_or_too_few_are_named_by_their_row(text, row, tmp_path):
+    (tmp_path / "d.json").write_text(text)
+    with pytest.raises(data.DataError, match=f"row {row} is not JSON"):
+        documents(tmp_path / "d.json")
+
+
+@pytest.mark.parametrize("row", ['{"messages": [{"role": "assistant", "content": "a"}], "tools": %s}', '{"messages": [{"role": %s}]}', '{"text": %s}',
+                                 '{"messages": [{"role": "assistant", "content": "a", "tool_calls": %s}]}'], ids=lambda row: row[:30])
+def test_nesting_as_deep_as_python_can_just_read(row, tmp_path):
+    refused = 0
+    for depth in range(900, 1000):
+        write(tmp_path / "d.json", ["[", row % ("[" * depth + "]" * depth), "]"])
+        try:
+            documents(tmp_path / "d.json")
+        except data.DataError:
+            refused += 1
+    assert refused
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a file system that takes every name")
+@pytest.mark.parametrize("name", [b"caf\xe9.jsonl", b"two\nlines.jsonl"])
+def test_odd_names_of_files(name, tmp_path):
+    path = tmp_path / os.fsdecode(name)
+    data.prepare(write(path, [{"text": "a"}]), BYTE, str(tmp_path / "cache"), 32, **quiet)
+    write(path, [{"two\nlines": "a"}])
+    with pytest.raises(data.DataError, match=":1: a row needs messages") as error:
+        data.prepare(str(path), BYTE, str(tmp_path / "cache"), 32, **quiet)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["d.txt", "d.jsonl", "d.json"])
 @pytest.mark.parametrize("text_documents", ["file", "block"])
 def test_bytes_that_are_not_utf_8_are_an_error_wherever_they_are(name, text_documents, tmp_path):
@@ -393,12 +433,12 @@ def test_common_schemas_are_read_and_chats_without_an_answer_are_counted(tmp_pat
 
 def test_instruction_prompt_and_weight_rows(tmp_path):
     rows = [{"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Hi", "input": "", "response": "ho", "system": "s"},
-            {"prompt": "p", "completion": "c"}, {"prompt": [{"role": "user", "content": "p"}], "completion": [{"role": "assistant", "content": "c"}]},
+            {"prompt": "p", "completion": "c", "system": "s"}, {"prompt": [{"role": "user", "content": "p"}], "completion": [{"role": "assistant", "content": "c"}]},
             {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "no", "weight": 0},
                           {"role": "assistant", "content": "a", "loss_weight": 1}]}]
     assert documents(write(tmp_path / "d.jsonl", rows)) == [
         [("user", "Add.\n\n1 2", False), ("assistant", "3", True)], [("system", "s", False), ("user", "Hi", False), ("assistant", "ho", True)],
-        [("user", "p", False), ("assistant", "c", True)], [("user", "p", False), ("assistant", "c", True)],
+        [("system", "s", False), ("user", "p", False), ("assistant", "c", True)], [("user", "p", False), ("assistant", "c", True)],
         [("user", "q", False), ("assistant", "no", False), ("assistant", "a", True)]]
 
 
@@ -438,7 +478,7 @@ def pack(folder, lengths, seq_len, kind="text"):
         spans.append((first, first + n))
         first += n
     packer.close()
-    return prepared_rows(data.Prepared(str(folder), {"seq_len": seq_len, "shards": {"train": packer.shards}})), spans
+    return prepared_rows(data.Prepared(str(folder), {"seq_len": seq_len, "shards": {"train": packer.n_shards}})), spans
 
 
 def test_text_is_cut_into_rows_and_nothing_is_lost_or_seen_twice(tmp_path):
@@ -470,7 +510,7 @@ def test_ids_beyond_16_bits_survive_the_disk(tmp_path):
     packer = data.Packer(str(tmp_path), "train", 8)
     packer.add("text", np.array(ids, np.uint32), np.ones(6, bool), Counter())
     packer.close()
-    batch = data.Batch.from_rows(prepared_rows(data.Prepared(str(tmp_path), {"seq_len": 8, "shards": {"train": packer.shards}})))
+    batch = data.Batch.from_rows(prepared_rows(data.Prepared(str(tmp_path), {"seq_len": 8, "shards": {"train": packer.n_shards}})))
     assert batch.tokens[0, :6].tolist() == ids and batch.targets.tolist() == ids[1:] and packer.max_token == 128255
 
 
@@ -501,11 +541,25 @@ def test_documents_in_a_row_are_apart_and_padding_is_one_of_its_own(tmp_path):
     assert not set((batch.index + 1).tolist()) & set(batch.borders.tolist())  # no target lies in another document
 
 
-@pytest.mark.parametrize("low, high, seq_len", [(100, 500, 2048), (20, 300, 1024), (100, 200, 1000)])
-def test_rows_of_short_documents_are_full(low, high, seq_len, tmp_path):
-    lengths = np.random.default_rng(0).integers(low, high, 3000)
-    rows, _ = pack(tmp_path, lengths, seq_len, "chat")
-    assert lengths.sum() / (len(rows) * seq_len) > 0.95
+def test_nothing_is_lost_however_many_documents_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.Packer, "BUFFER", 16)
+    lengths = np.random.default_rng(0).integers(1, 150, 500)
+    rows, spans = pack(tmp_path, lengths, 60)
+    tokens = rows[:, :-1] & data.TOKEN
+    assert np.array_equal(np.sort(tokens[tokens > 0]), np.arange(1, spans[-1][1])) and np.array_equal(rows, pack(tmp_path, lengths, 60)[0])
+    whole = {(ids[0], ids[-1] + 1) for ids, _ in unpack(rows)}
+    assert all(span in whole for span in spans if span[1] - span[0] < 60)
+
+
+@pytest.mark.parametrize("low, high, seq_len, fill", [(20, 300, 1024, 0.995), (100, 500, 2048, 0.995), (300, 1500, 2048, 0.99), (20, 2000, 2048, 0.99),
+                                                      (400, 900, 2048, 0.99), (100, 200, 1000, 0.99), (600, 1000, 2048, 0.86)])
+def test_rows_are_filled_with_whole_documents(low, high, seq_len, fill, tmp_path):
+    packer, counts = data.Packer(str(tmp_path), "train", seq_len), Counter()
+    for n in np.random.default_rng(0).integers(low, high + 1, 10_000):
+        packer.add("text", np.full(n, 7, np.uint32), np.ones(n, bool), counts)
+        assert sum(map(len, packer.waiting.values())) < packer.BUFFER or n % 50  # memory is bounded
+    packer.close()
+    assert counts["tokens"] / (packer.n_rows * seq_len) > fill
 
 
 # -----------------------------------------------------------------------------
@@ -537,11 +591,11 @@ def test_preparing_twice_reads_what_is_there_and_any_change_prepares_anew(many, 
     tokenizer = data.load_tokenizer(build_tokenizer("llama3", tmp_path / "tokenizer.json"))
     others = [data.prepare(many, BYTE, cache, 33, **quiet), data.prepare(many, BYTE, cache, 32, train_on_input=True, **quiet),
               data.prepare(many, BYTE, cache, 32, val_fraction=0.1, **quiet), data.prepare(many, tokenizer, cache, 32, **quiet),
-              data.prepare(many, BYTE, cache, 32, val_data=many, **quiet)]
+              data.prepare(many, BYTE, cache, 32, val_data=many, **quiet), data.prepare("pydoc", BYTE, cache, 32, val_data=many, **quiet)]
     with open(many, "a") as f:
         f.write('{"text": "more"}\n')
     others.append(data.prepare(many, BYTE, cache, 32, **quiet))
-    assert len({p.folder for p in [first, *others]}) == 7 == len(os.listdir(cache))
+    assert len({p.folder for p in [first, *others]}) == 8 == len(os.listdir(cache))
     assert first.meta["dtype"] == "uint32" and first.meta["vocab_size"] == 512 and first.meta["tokenizer"] == "byte"
 
 
@@ -557,7 +611,7 @@ def test_an_interrupted_preparation_leaves_nothing_behind(trouble, becomes, many
     assert os.listdir(tmp_path / "cache") == []
 
 
-@pytest.mark.parametrize("damage", ["cut", "cut in the header", "empty", "missing", "uint16", "narrow", "pickle"])
+@pytest.mark.parametrize("damage", ["cut", "cut in the header", "empty", "missing", "uint16", "narrow", "pickle", "zip"])
 def test_a_damaged_shard_is_refused_with_one_line(damage, many, tmp_path):
     prepared = data.prepare(many, BYTE, str(tmp_path / "cache"), 32, **quiet)
     path = os.path.join(prepared.folder, "train_00000.npy")
@@ -567,15 +621,19 @@ def test_a_damaged_shard_is_refused_with_one_line(damage, many, tmp_path):
         os.truncate(path, size[damage])
     elif damage == "missing":
         os.remove(path)
+    elif damage == "zip":
+        with open(path, "wb") as f:
+            np.savez(f, rows)
     else:
         np.save(path, {"uint16": rows.astype(np.uint16), "narrow": rows[:, 1:], "pickle": rows.astype(object)}[damage])
     with pytest.raises(data.DataError, match="train_00000.npy'") as error:
         prepared.rows("train")
     assert "\n" not in str(error.value)
-    with open(os.path.join(prepared.folder, "meta.json"), "w") as f:
-        f.write('{"seq_len"')
-    with pytest.raises(data.DataError, match="delete the folder"):
-        data.prepare(many, BYTE, str(tmp_path / "cache"), 32, **quiet)
+    meta = os.path.join(prepared.folder, "meta.json")
+    for become in (lambda: open(meta, "w").write('{"seq_len"'), lambda: (os.remove(meta), os.mkdir(meta))):
+        become()
+        with pytest.raises(data.DataError, match="delete the folder"):
+            data.prepare(many, BYTE, str(tmp_path / "cache"), 32, **quiet)
 
 
 # -----------------------------------------------------------------------------
@@ -614,22 +672,6 @@ def test_a_batch_holds_the_rows_it_names_and_evaluation_sees_each_once_in_order(
     batch = data.Loader(SHARDS, 7, seed=1).next()
     assert np.array_equal(batch.tokens, rows[list(batch.rows), :-1] & data.TOKEN)
     assert [b.rows for b in data.Loader(SHARDS, 4, shuffle=False)] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
-
-
-def test_a_doubled_comma_in_an_array_is_named_by_its_row(tmp_path):
-    (tmp_path / "rows.json").write_text('[{"text": "a"},, {"text": "b"}]')
-    with pytest.raises(data.DataError, match="row 2 is not JSON"):
-        list(data.json_rows(str(tmp_path / "rows.json")))
-
-
-@pytest.mark.parametrize("low, high, fill", [(100, 500, 0.99), (300, 1500, 0.99), (20, 2000, 0.99), (400, 900, 0.93)])
-def test_rows_are_filled_with_whole_documents(tmp_path, low, high, fill):
-    rng, counts = np.random.default_rng(0), Counter()
-    packer = data.Packer(str(tmp_path), "train", 2048)
-    for n in rng.integers(low, high + 1, 10_000):
-        packer.add("text", np.full(n, 7, np.uint32), np.ones(n, bool), counts)
-    packer.close()
-    assert counts["tokens"] / (packer.n_rows * 2048) > fill
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["x.jsonl", "--help"]])
