@@ -78,15 +78,23 @@ def read_json(path: str) -> dict:
 
 
 def field(spec: dict, path: str, key: str, kind, default=..., least: int = 1):
-    """A number (or bool) from a JSON file; CheckpointError if it is missing or of another type, or an int is out of range."""
-    value = spec.get(key, default)
-    if value is None and default is not ...:
-        value = default
-    if value is ...:
-        raise CheckpointError(f"{path}: '{key}' is missing")
-    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float)) or (
-            kind is int and (not least <= value < 2 ** (31 if least > 0 else 62) or value != int(value))):
-        raise CheckpointError(f"{path}: '{key}' must be a {kind.__name__}, got {value!r}")
+    """
+    A number (or bool) from a JSON file. CheckpointError if it is missing or of another type, an int below least or too
+    large to make sense, a float that is not finite or negative, or zero where least is not.
+    """
+    value = spec.get(key)
+    if value is None:
+        if default is ...:
+            raise CheckpointError(f"{path}: '{key}' is missing")
+        return default
+    if kind is bool:
+        good = isinstance(value, bool)
+    else:
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and (
+            least <= value < 2 ** (24 if least > 0 else 62) and value == int(value) if kind is int else
+            0 <= value <= sys.float_info.max and (value > 0 or least <= 0))
+    if not good:
+        raise CheckpointError(f"{path}: '{key}' must be a valid {kind.__name__}, got {value!r}")
     return kind(value)
 
 
@@ -98,15 +106,16 @@ def read_config(folder: str) -> ModelConfig:
             return read_params(os.path.join(folder, "params.json"), folder)
         raise CheckpointError(f"'{folder}': no config.json (Hugging Face) or params.json (Meta) there")
     spec = read_json(path)
+    if "out_dir" in spec:
+        raise CheckpointError(f"'{folder}' is the folder of a run; name one of the step_... folders in it")
     if spec.get("model_type") != "llama":
         raise CheckpointError(f"{path}: model_type {spec.get('model_type')!r} is not supported, only 'llama' is")
-    for key, want in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        if spec.get(key, want) != want:
-            raise CheckpointError(f"{path}: {key} = {spec[key]!r} is not supported, only {want!r} is")
-    rope = spec.get("rope_parameters") or spec.get("rope_scaling")  # transformers 5 puts theta and scaling in one dict
-    if rope is not None and not isinstance(rope, dict):
+    rope = spec.get("rope_scaling") or spec.get("rope_parameters") or {}  # transformers 5 puts theta and scaling in one dict
+    if not isinstance(rope, dict):
         raise CheckpointError(f"{path}: rope_scaling must be an object or null")
-    theta_from = rope if rope and "rope_theta" in rope else spec
+    for key, want in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
+        if (spec | rope).get(key, want) not in (want, None):
+            raise CheckpointError(f"{path}: {key} = {(spec | rope)[key]!r} is not supported, only {want!r} is")
     heads, dim = field(spec, path, "num_attention_heads", int), field(spec, path, "hidden_size", int)
     if spec.get("head_dim") is None and dim % heads:
         raise CheckpointError(f"{path}: hidden_size {dim} is not a multiple of num_attention_heads {heads}, and head_dim is not given")
@@ -115,19 +124,22 @@ def read_config(folder: str) -> ModelConfig:
         n_kv_heads=field(spec, path, "num_key_value_heads", int, heads), head_dim=field(spec, path, "head_dim", int, dim // heads),
         ffn_dim=field(spec, path, "intermediate_size", int), vocab_size=field(spec, path, "vocab_size", int),
         max_seq_len=field(spec, path, "max_position_embeddings", int), norm_eps=field(spec, path, "rms_norm_eps", float),
-        rope_theta=field(theta_from, path, "rope_theta", float), rope_scaling=check_scaling(rope, path),
+        rope_theta=field(spec | rope, path, "rope_theta", float), rope_scaling=check_scaling(rope, path),
         tie_word_embeddings=field(spec, path, "tie_word_embeddings", bool, False))
     return check_shape(config, path)
 
 
-def check_scaling(rope: dict | None, path: str) -> dict | None:
-    kind = (rope or {}).get("rope_type", (rope or {}).get("type", "default"))
+def check_scaling(rope: dict, path: str) -> dict | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise CheckpointError(f"{path}: rope_scaling type {kind!r} is not supported, only 'llama3' is")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return {"rope_type": "llama3"} | {k: field(rope, path, k, float if k.endswith("factor") else int) for k in keys}
+    scaling = {k: field(rope, path, k, float if k.endswith("factor") else int) for k in keys}
+    if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise CheckpointError(f"{path}: low_freq_factor must be below high_freq_factor")
+    return {"rope_type": "llama3"} | scaling
 
 
 def check_shape(config: ModelConfig, path: str) -> ModelConfig:
@@ -135,6 +147,8 @@ def check_shape(config: ModelConfig, path: str) -> ModelConfig:
         raise CheckpointError(f"{path}: {config.n_heads} query heads can't share {config.n_kv_heads} key/value heads evenly")
     if config.head_dim % 2:
         raise CheckpointError(f"{path}: head_dim {config.head_dim} is odd")
+    if config.n_layers > 1000 or config.n_heads * config.head_dim >= 2 ** 24:
+        raise CheckpointError(f"{path}: {config.n_layers} layers of {config.n_heads} heads x {config.head_dim} can't be right")
     return config
 
 
@@ -143,11 +157,13 @@ def read_params(path: str, folder: str) -> ModelConfig:
     spec = read_json(path)
     heads, dim = field(spec, path, "n_heads", int), field(spec, path, "dim", int)
     weights = open_pth(folder)
+    if dim % heads:
+        raise CheckpointError(f"{path}: dim {dim} is not a multiple of n_heads {heads}")
     try:
-        ffn_dim, vocab_size = weights["layers.0.feed_forward.w1.weight"].shape[0], weights["tok_embeddings.weight"].shape[0]
-    except KeyError as error:
-        raise CheckpointError(f"{folder}/consolidated.00.pth has no tensor {error}") from None
-    scaled = spec.get("use_scaled_rope", False)
+        (ffn_dim, _), (vocab_size, _) = (weights[k].shape for k in ("layers.0.feed_forward.w1.weight", "tok_embeddings.weight"))
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{folder}/consolidated.00.pth does not hold a Llama as Meta stores it: {error}") from None
+    scaled = field(spec, path, "use_scaled_rope", bool, False)
     # Meta's files do not say which factor: 8 for 3.1's sizes, 32 for the small 3.2 models
     scaling = {"rope_type": "llama3", "factor": 32.0 if dim < 4096 else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}
@@ -166,32 +182,49 @@ def open_pth(folder: str) -> dict[str, torch.Tensor]:
     if os.path.exists(os.path.join(folder, "consolidated.01.pth")):
         raise CheckpointError(f"'{folder}' is split over several consolidated files (model parallel), which is not supported")
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
+        weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise CheckpointError(f"{path} can't be read ({size_of(path)}): {str(error).splitlines()[0][:120]}; incomplete download?") from None
+        raise unreadable(path, error) from None
+    if not isinstance(weights, dict) or not all(isinstance(k, str) and torch.is_tensor(t) and t.layout == torch.strided
+                                                for k, t in weights.items()):
+        raise CheckpointError(f"{path} holds something else than tensors by name, as Meta's files do")
+    return weights
 
 
-def size_of(path: str) -> str:
-    return f"{os.path.getsize(path):,} bytes"
+def unreadable(path: str, error: Exception) -> CheckpointError:
+    """What to say of a file of weights or states that its library does not take."""
+    try:
+        with open(path, "rb") as f:
+            lfs = f.read(40).startswith(b"version https://git-lfs")
+        hint = "it is a git-lfs pointer: run git lfs pull" if lfs else "incomplete download or copy?"
+        return CheckpointError(f"{path} can't be read ({os.path.getsize(path):,} bytes): {str(error)[:150]}; {hint}")
+    except OSError as reason:
+        return CheckpointError(f"{path}: {reason.strerror}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names and torch's
 
 
 class Tensors:
     """The tensors of a Hugging Face folder by name: headers are read and checked at once, data when asked for."""
 
-    def __init__(self, folder: str, prefix: str = "model"):
-        index = os.path.join(folder, f"{prefix}.safetensors.index.json")
-        if os.path.isfile(index):
+    def __init__(self, folder: str):
+        single = os.path.join(folder, "model.safetensors")
+        index = f"{single}.index.json"
+        if os.path.isfile(index) and not os.path.isfile(single):  # where both are, transformers reads the single file
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
                 raise CheckpointError(f"{index}: no weight_map")
             names = sorted(set(weight_map.values()))
-            outside = [n for n in names if os.path.basename(n) != n]
+            outside = [n for n in names if not re.fullmatch(r"[^/\\]+", n)]
             if outside:
                 raise CheckpointError(f"{index} names files outside the folder: {', '.join(outside[:3])}")
         else:
-            weight_map, names = None, [f"{prefix}.safetensors"]
+            weight_map, names = None, ["model.safetensors"]
         missing = [n for n in names if not os.path.isfile(os.path.join(folder, n))]
         if missing:
             raise CheckpointError(f"'{folder}': missing {', '.join(missing)}; incomplete download?")
@@ -201,41 +234,39 @@ class Tensors:
             try:
                 self.files[name] = safe_open(path, framework="pt")
             except (SafetensorError, OSError, ValueError) as error:
-                with open(path, "rb") as f:
-                    lfs = f.read(40).startswith(b"version https://git-lfs")
-                hint = "it is a git-lfs pointer; run git lfs pull" if lfs else "incomplete download?"
-                raise CheckpointError(f"{path} ({size_of(path)}) is not a whole safetensors file: {error}; {hint}") from None
+                raise unreadable(path, error) from None
             for key in self.files[name].keys():
                 self.where[key] = name
         lost = [k for k in weight_map or () if self.where.get(k) != weight_map[k]]
         if lost:
             raise CheckpointError(f"{index}: {lost[0]} is not in {weight_map[lost[0]]}, where the index says it is")
 
-    def shape(self, key: str) -> list[int]:
-        return self.files[self.where[key]].get_slice(key).get_shape()
+    def about(self, key: str) -> tuple[list[int], str]:
+        """(shape, dtype) from the header"""
+        piece = self.files[self.where[key]].get_slice(key)
+        return piece.get_shape(), FLOATS.get(piece.get_dtype(), piece.get_dtype())
 
     def get(self, key: str) -> torch.Tensor:
         return self.files[self.where[key]].get_tensor(key)
 
 
 @torch.no_grad()
-def load_weights(model: Llama, folder: str) -> str:
+def load_weights(model: Llama, folder: str, device: torch.device | str | None = None) -> str:
     """
-    Fill the model's parameters from a folder, tensor by tensor, each cast once to the parameter's dtype. All names
-    and shapes are checked before the first is read. Returns the dtypes found, for the log.
+    Fill the model's parameters from a folder, tensor by tensor, each cast once to the parameter's dtype. All names,
+    shapes and dtypes are checked before the first is read, and before a model that is on the meta device gets its
+    memory, on `device`. Returns the dtypes found, for the log.
     """
     config = model.config
-    if os.path.isfile(os.path.join(folder, "config.json")):
-        tensors = Tensors(folder)
-        names, shape, get = set(tensors.where), tensors.shape, tensors.get
-        key = {name: hf_name(name) for name, _ in model.named_parameters()}
-        head, table = "lm_head.weight", "model.embed_tokens.weight"
-    else:
+    meta = not os.path.isfile(os.path.join(folder, "config.json"))
+    if meta:
         weights = open_pth(folder)
-        names, shape, get = set(weights), lambda k: list(weights[k].shape), weights.__getitem__
-        key = {name: name for name, _ in model.named_parameters()}
-        head, table = "output.weight", "tok_embeddings.weight"
-    params = dict(model.named_parameters())
+        names, get, about = set(weights), weights.__getitem__, lambda k: (list(weights[k].shape), dtype_name(weights[k].dtype))
+    else:
+        tensors = Tensors(folder)
+        names, get, about = set(tensors.where), tensors.get, tensors.about
+    key = {name: name if meta else hf_name(name) for name, _ in model.named_parameters()}
+    head, table = ("output.weight", "tok_embeddings.weight") if meta else ("lm_head.weight", "model.embed_tokens.weight")
     missing = [k for k in key.values() if k not in names]
     if missing:
         hint = "; the config says the head is not tied to the embedding" if missing == [head] else ""
@@ -243,16 +274,21 @@ def load_weights(model: Llama, folder: str) -> str:
     extra = [k for k in names - set(key.values()) if not IGNORED.fullmatch(k) and not (k == head and config.tie_word_embeddings)]
     if extra:
         raise CheckpointError(f"'{folder}': unexpected tensor {', '.join(sorted(extra)[:3])}; is this a plain Llama?")
-    for name, p in params.items():
-        if list(shape(key[name])) != list(p.shape):
-            raise CheckpointError(f"'{folder}': {key[name]} has shape {list(shape(key[name]))}, the config asks for {list(p.shape)}")
+    dtypes = set()
+    for name, p in model.named_parameters():
+        shape, dtype = about(key[name])
+        if shape != list(p.shape):
+            raise CheckpointError(f"'{folder}': {key[name]} has shape {shape}, the config asks for {list(p.shape)}")
+        if dtype not in FLOATS.values():
+            raise CheckpointError(f"'{folder}': {key[name]} is stored as {dtype}; only {', '.join(FLOATS.values())} are read")
+        dtypes.add(dtype)
     if config.tie_word_embeddings and head in names and not torch.equal(get(head), get(table)):
         raise CheckpointError(f"'{folder}': the config ties {head} to the embedding, but they differ; set tie_word_embeddings to false there")
-    dtypes = set()
-    for name, p in params.items():
+    if device is not None:
+        model.to_empty(device=device)
+    for name, p in model.named_parameters():
         weight = get(key[name])
-        dtypes.add(str(weight.dtype).removeprefix("torch."))
-        if head == "output.weight" and name.endswith(("attention.wq.weight", "attention.wk.weight")):
+        if meta and name.endswith(("attention.wq.weight", "attention.wk.weight")):
             weight = meta_to_hf_rows(weight, config.n_heads if ".wq." in name else config.n_kv_heads)
         p.copy_(weight)
     return ", ".join(sorted(dtypes))
@@ -261,12 +297,17 @@ def load_weights(model: Llama, folder: str) -> str:
 # -----------------------------------------------------------------------------
 # out
 
-def write_json(path: str, value):
-    with open(path, "w", encoding="utf-8") as f:
-        json.dump(value, f, indent=2)
-        f.write("\n")
+def write_text(path: str, text: str):
+    """Writes a small file beside and renames it: under its name, it is always whole."""
+    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
+        f.write(text)
         f.flush()
         os.fsync(f.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+def write_json(path: str, value):
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_safetensors(path: str, tensors: dict[str, torch.Tensor]):
@@ -275,13 +316,13 @@ def write_safetensors(path: str, tensors: dict[str, torch.Tensor]):
         os.fsync(f.fileno())
 
 
-def write_shards(folder: str, prefix: str, sizes: list[tuple[str, int]], tensors):
+def write_shards(folder: str, sizes: list[int], tensors):
     """
-    Writes an iterable of (name, host tensor) as prefix-0000i-of-0000n.safetensors with an index, one shard in memory
-    at a time. sizes: (name, bytes) in the same order, known beforehand, to cut the shards.
+    Writes an iterable of (name, host tensor) as model-0000i-of-0000n.safetensors with an index, one shard in memory
+    at a time. sizes: bytes of each, known beforehand, to cut the shards.
     """
     cuts, fill = [0], 0
-    for i, (_, size) in enumerate(sizes):
+    for i, size in enumerate(sizes):
         if fill and fill + size > SHARD_BYTES:
             cuts.append(i)
             fill = 0
@@ -292,13 +333,12 @@ def write_shards(folder: str, prefix: str, sizes: list[tuple[str, int]], tensors
         shard[name] = tensor.contiguous()
         if i == cuts[number]:
             number += 1
-            file = f"{prefix}-{number:05d}-of-{total:05d}.safetensors" if total > 1 else f"{prefix}.safetensors"
+            file = f"model-{number:05d}-of-{total:05d}.safetensors" if total > 1 else "model.safetensors"
             write_safetensors(os.path.join(folder, file), shard)
             weight_map.update(dict.fromkeys(shard, file))
             shard = {}
     if total > 1:
-        write_json(os.path.join(folder, f"{prefix}.safetensors.index.json"),
-                   {"metadata": {"total_size": sum(s for _, s in sizes)}, "weight_map": weight_map})
+        write_json(os.path.join(folder, "model.safetensors.index.json"), {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
 
 
 def hf_config(config: ModelConfig, dtype: str, specials: dict | None = None) -> dict:
@@ -311,8 +351,34 @@ def hf_config(config: ModelConfig, dtype: str, specials: dict | None = None) -> 
     return spec | (specials or {})
 
 
-COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja",
-          "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "tokenizer.model",
+                   "vocab.json", "merges.txt", "added_tokens.json")
+
+
+def special_ids(tokenizer, chat: bool) -> dict:
+    """What config.json says of a tokenizer: how a text begins and what ends it; in a chat, the end of a turn does too."""
+    ends = [i for i in (tokenizer.end_of_text, tokenizer.end_of_turn if chat else None) if i is not None]
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None}
+
+
+def id_list(value) -> list[int]:
+    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+
+
+def check_target(folder: str, *sources: str | None):
+    """CheckpointError if an export to this folder would take the place of what it is made from, or of anything but an export."""
+    here = os.path.realpath(folder)
+    if here in [os.path.realpath(s) for s in sources if s]:
+        raise CheckpointError(f"'{folder}' is where this model comes from; export to another folder")
+    ours = re.compile(r"(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+    try:
+        others = sorted(n for n in os.listdir(here) if not ours.fullmatch(n) and n not in TOKENIZER_FILES)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"'{folder}': {error.strerror}; export to another folder") from None
+    if others:
+        raise CheckpointError(f"'{folder}' holds {others[0]}, which is no part of an export; export to a folder of its own")
 
 
 def export(model: Llama, folder: str, source: str | None, tokenizer_source: str | None, specials: dict | None = None,
@@ -320,17 +386,27 @@ def export(model: Llama, folder: str, source: str | None, tokenizer_source: str 
     """
     A complete Hugging Face folder: config.json, generation_config.json, the tokenizer's files byte for byte from where
     it came from, weights in dtype. source: the folder that training started from, whose config.json is kept but for
-    what changed. exact(name, p) -> the fp32 weights that a bf16 p stands for, where a run kept more of them. Written
-    beside and renamed, so a folder with this name is always whole.
+    what changed. specials: see special_ids. exact(name, p) -> the fp32 weights that a bf16 p stands for, where a run
+    kept more of them. Written beside and renamed, so a folder with this name is always whole; only another export may be
+    in its place.
     """
-    name = str(dtype).removeprefix("torch.")
-    base = {}
-    if source and os.path.isfile(os.path.join(source, "config.json")):
-        base = read_json(os.path.join(source, "config.json"))
-    spec = (base or hf_config(model.config, name, specials)) | {"torch_dtype": name, "vocab_size": model.config.vocab_size,
-                                                               "tie_word_embeddings": model.config.tie_word_embeddings}
+    check_target(folder, source, tokenizer_source)
+    name, specials = dtype_name(dtype), specials or {}
+
+    def of_source(file):
+        path = os.path.join(source or "", file)
+        return read_json(path) if source and os.path.isfile(path) else {}
+
+    ids = {} if tokenizer_source in (None, source) else specials  # another tokenizer than the source's
+    spec = hf_config(model.config, name) | specials | of_source("config.json") | ids | {
+        "architectures": ["LlamaForCausalLM"], "torch_dtype": name, "vocab_size": model.config.vocab_size,
+        "tie_word_embeddings": model.config.tie_word_embeddings}
     if "dtype" in spec:
         spec["dtype"] = name
+    generation = (of_source("generation_config.json") or {"do_sample": True, "temperature": 0.6, "top_p": 0.9, **specials}) | ids
+    ends = list(dict.fromkeys(id_list(generation.get("eos_token_id")) + id_list(specials.get("eos_token_id"))))
+    if ends:
+        generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
 
     def tensors():
         for ours, p in model.named_parameters():
@@ -341,22 +417,21 @@ def export(model: Llama, folder: str, source: str | None, tokenizer_source: str 
 
     with whole_folder(folder, "the export") as work:
         write_json(os.path.join(work, "config.json"), spec)
-        for origin in (source, tokenizer_source):
-            for file in COPIED:
-                here = os.path.join(origin or "", file) if origin and os.path.isdir(origin) else origin
-                if here and os.path.basename(here) == file and os.path.isfile(here):
-                    shutil.copyfile(here, os.path.join(work, file))
-        if not os.path.exists(os.path.join(work, "generation_config.json")):
-            write_json(os.path.join(work, "generation_config.json"), {"do_sample": True, "temperature": 0.6, "top_p": 0.9, **(specials or {})})
+        write_json(os.path.join(work, "generation_config.json"), generation)
+        for file in TOKENIZER_FILES:
+            path = os.path.join(tokenizer_source or "", file) if os.path.isdir(tokenizer_source or "") else tokenizer_source or ""
+            if os.path.basename(path) == file and os.path.isfile(path):
+                shutil.copyfile(path, os.path.join(work, file))
         if not os.path.exists(os.path.join(work, "tokenizer.json")):
             log(f"note: {folder} has no tokenizer.json, because the tokenizer did not come from one; transformers needs it, vLLM too")
-        write_shards(work, "model", [(n, p.numel() * dtype.itemsize) for n, p in model.named_parameters()], tensors())
+        write_shards(work, [p.numel() * dtype.itemsize for p in model.parameters()], tensors())
 
 
 @contextlib.contextmanager
 def whole_folder(folder: str, what: str):
     """A folder to write into, which gets its name when all is written; if that fails, it is removed: CheckpointError."""
-    work = f"{folder.rstrip('/')}.tmp"
+    folder = os.path.realpath(folder)
+    work = f"{folder}.unfinished.tmp"
     shutil.rmtree(work, ignore_errors=True)
     try:
         os.makedirs(work)
@@ -371,13 +446,19 @@ def whole_folder(folder: str, what: str):
 
 
 def replace_folder(work: str, folder: str):
-    """Rename work to folder; a folder of that name steps aside first and is removed after."""
-    old = f"{folder.rstrip('/')}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if os.path.exists(folder):
+    """Rename work to folder; a folder of that name steps aside first and is removed after, or comes back if that fails."""
+    sync_folder(work)
+    old, there = f"{folder}.replaced.old", os.path.exists(folder)
+    if there:
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(folder, old)
-    os.rename(work, folder)
-    sync_folder(os.path.dirname(os.path.abspath(folder)))
+    try:
+        os.rename(work, folder)
+    except OSError:
+        if there:
+            os.rename(old, folder)
+        raise
+    sync_folder(os.path.dirname(folder))
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -385,10 +466,9 @@ def sync_folder(path: str):
     """Make renames in a folder durable, where the system can."""
     if os.name == "posix":
         fd = os.open(path, os.O_RDONLY)
-        try:
+        with contextlib.suppress(OSError):  # some network file systems can't
             os.fsync(fd)
-        finally:
-            os.close(fd)
+        os.close(fd)
 
 
 # -----------------------------------------------------------------------------
@@ -413,7 +493,12 @@ def lock(run_dir: str):
     Holds run_dir/lock, with this process's number in it, for as long as the process lives; CheckpointError if another
     one has it. The system drops the lock with the process, so one left behind by a crash does not matter.
     """
-    with open(os.path.join(run_dir, "lock"), "a+", encoding="utf-8") as f:
+    path = os.path.join(run_dir, "lock")
+    try:
+        f = open(path, "a+", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; choose another --out_dir") from None
+    with f:
         try:
             if os.name == "nt":
                 import msvcrt
@@ -435,11 +520,7 @@ def point(run_dir: str, pointer: str, name: str):
     """Makes run_dir/pointer ('latest', 'best') a text file that names a checkpoint, in one step."""
     path = os.path.join(run_dir, pointer)
     try:
-        with open(f"{path}.tmp", "w", encoding="utf-8") as f:
-            f.write(name + "\n")
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(f"{path}.tmp", path)
+        write_text(path, name + "\n")
     except OSError as error:
         raise CheckpointError(f"{path} could not be written ({error}), but {name} is complete") from None
 
@@ -461,10 +542,10 @@ def save(run_dir: str, model: Llama, optimizer, state: dict, keep: int, best: bo
     and earlier checkpoints are as they were.
     """
     name = f"step_{state['step']:06d}"
+    sweep(run_dir, ".tmp")
     check_disk(run_dir, checkpoint_bytes(model, optimizer), "a checkpoint")
     with whole_folder(os.path.join(run_dir, name), f"the checkpoint of step {state['step']}") as work:
-        write_shards(work, "model", [(n, p.nbytes) for n, p in model.named_parameters()],
-                     ((hf_name(n), p.detach().cpu()) for n, p in model.named_parameters()))
+        write_shards(work, [p.nbytes for p in model.parameters()], ((hf_name(n), p.detach().cpu()) for n, p in model.named_parameters()))
         # parameter by parameter, one file each time a shard is full
         shard, files = {}, 0
 
@@ -479,19 +560,29 @@ def save(run_dir: str, model: Llama, optimizer, state: dict, keep: int, best: bo
             if sum(t.nbytes for t in shard.values()) > SHARD_BYTES:
                 flush()
         flush()
-        write_json(os.path.join(work, "config.json"), hf_config(model.config, str(model.output.weight.dtype).removeprefix("torch.")))
+        write_json(os.path.join(work, "config.json"), hf_config(model.config, dtype_name(model.output.weight.dtype)))
         write_json(os.path.join(work, "state.json"), state | {"optimizer_files": files})
     for pointer in ["latest"] + ["best"] * best:
         point(run_dir, pointer, name)
     for old in sorted(checkpoints(run_dir))[:-keep] if keep else []:
         if old < state["step"] and f"step_{old:06d}" != pointed(run_dir, "best"):
-            shutil.rmtree(os.path.join(run_dir, f"step_{old:06d}"), ignore_errors=True)
+            with contextlib.suppress(OSError):  # a name that says so first: what a kill leaves of it is no checkpoint
+                os.rename(*(os.path.join(run_dir, f"step_{old:06d}{ending}") for ending in ("", ".replaced.old")))
+    sweep(run_dir, ".old")
+
+
+def sweep(run_dir: str, ending: str):
+    """Removes what saves that were killed, or that no longer need it, left in a run folder."""
+    for name in os.listdir(run_dir):
+        if re.fullmatch(r"step_\d+\.(unfinished\.tmp|replaced\.old)", name) and name.endswith(ending):
+            shutil.rmtree(os.path.join(run_dir, name), ignore_errors=True)
 
 
 def checkpoints(run_dir: str) -> list[int]:
     """Steps of the complete checkpoints in a run folder."""
-    found = (re.fullmatch(r"step_(\d{6,})", n) for n in (os.listdir(run_dir) if os.path.isdir(run_dir) else []))
-    return [int(m[1]) for m in found if m and os.path.isfile(os.path.join(run_dir, m[0], "state.json"))]
+    names = (n for n in (os.listdir(run_dir) if os.path.isdir(run_dir) else []) if os.path.isfile(os.path.join(run_dir, n, "state.json")))
+    found = ((n, re.fullmatch(r"step_(\d{6,})", n)) for n in names)
+    return [int(m[1]) for n, m in found if m and n == f"step_{int(m[1]):06d}"]
 
 
 def newest(run_dir: str) -> str:
@@ -513,7 +604,7 @@ def load_state(folder: str) -> dict:
     for key, kind in (("settings", dict), ("fingerprint", str)):
         if not isinstance(state.get(key, kind()), kind):
             raise CheckpointError(f"{path}: '{key}' must be a {kind.__name__}")
-    return state | counts | {"step": field(state, path, "step", int, least=0), "best": field(state, path, "best", float, math.inf),
+    return state | counts | {"step": field(state, path, "step", int, least=0), "best": field(state, path, "best", float, math.inf, least=0),
                              "validated_at": field(state, path, "validated_at", int, -1, least=-1)}
 
 
@@ -521,7 +612,11 @@ def optimizer_files(folder: str, state: dict) -> dict[str, dict[str, tuple]]:
     """{parameter name: {state's key: (open file, key in the file)}} of a checkpoint's optimizer states."""
     keys = {}
     for i in range(state["optimizer_files"]):
-        file = safe_open(os.path.join(folder, f"optimizer-{i:05d}.safetensors"), framework="pt")
+        path = os.path.join(folder, f"optimizer-{i:05d}.safetensors")
+        try:
+            file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise unreadable(path, error) from None
         for key in file.keys():
             name, _, part = key.partition("|")
             keys.setdefault(name, {})[part] = (file, key)
@@ -548,35 +643,41 @@ class Config:
 
 def main(argv=None) -> int:
     import configurator
+    import data
     argv = sys.argv[1:] if argv is None else argv
-    if len(argv) < 2 or argv[0].startswith("-"):
+    if len(argv) < 2 or any(a.startswith("-") for a in argv[:2]) or "--help" in argv:
         print(__doc__.strip(), "\n", configurator.help_text(Config), sep="\n")
         return 0 if "--help" in argv or "-h" in argv else 2
     run_dir, out = argv[:2]
     try:
         dtype = getattr(torch, configurator.parse(Config, argv[2:])[0].dtype)
-        folder = newest(run_dir)
-        state, settings = load_state(folder), read_json(os.path.join(run_dir, "config.json"))
-        config = read_config(folder)
+        folder, path = newest(run_dir), os.path.join(run_dir, "config.json")
+        state, settings = load_state(folder), read_json(path)
+        source, tokenizer = settings.get("init_from"), settings.get("tokenizer")
+        if not all(isinstance(name, str | None) for name in (source, tokenizer)):
+            raise CheckpointError(f"{path}: 'init_from' and 'tokenizer' must be text")
+        source = None if source == "scratch" else source
+        if source and not os.path.isdir(source):
+            raise CheckpointError(f"the run started from '{source}', which is not there; call this from where the run was started")
+        check_target(out, source, tokenizer)
+        specials = special_ids(data.load_tokenizer(tokenizer or source or "byte"), bool(state.get("chat")))
         with torch.device("meta"):
-            model = Llama(config, torch.float32 if settings.get("dtype") == "float32" else torch.bfloat16)
-        model.to_empty(device="cpu")
-        load_weights(model, folder)
+            model = Llama(read_config(folder), torch.float32 if settings.get("dtype") == "float32" else torch.bfloat16)
+        load_weights(model, folder, device="cpu")
         exact = None
         if settings.get("master") == "residual" and dtype == torch.float32:
             from optim import join_residual
             files = optimizer_files(folder, state)
 
             def exact(name, p):
-                found = files[name].get("residual")
+                found = files.get(name, {}).get("residual")
                 if not found:
                     return p.detach()
                 return join_residual(p.detach().flatten(), found[0].get_tensor(found[1])[:p.numel()]).view(p.shape)
-        source = settings.get("init_from")
-        export(model, out, source if source != "scratch" else None, settings.get("tokenizer") or source, dtype=dtype, exact=exact)
-        print(f"{out}: step {state['step']} of {run_dir}, {str(dtype).removeprefix('torch.')}")
+        export(model, out, source, tokenizer or source, specials, dtype, exact)
+        print(f"{out}: step {state['step']} of {run_dir}, {dtype_name(dtype)}")
         return 0
-    except (CheckpointError, configurator.ConfigError) as error:
+    except (CheckpointError, configurator.ConfigError, data.DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

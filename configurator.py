@@ -26,7 +26,7 @@ class UserError(Exception):
     """What a user can put right. The message is one line and not too long, whatever names and values it quotes."""
 
     def __init__(self, message: str):
-        message = " ".join(message.splitlines())
+        message = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", message)  # a file's names must not drive the terminal
         super().__init__(message if len(message) < 800 else f"{message[:500]} ... {message[-200:]}")
 
 

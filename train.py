@@ -151,12 +151,12 @@ def make_model(cfg: Config, config: ModelConfig, device: torch.device, weights: 
     """The model on the device, filled from the folder `weights`, or at random."""
     with torch.device("meta"):
         model = Llama(config, getattr(torch, cfg.dtype))
-    model.to_empty(device=device)
     if weights:
         start = time.time()
-        found = checkpoint.load_weights(model, weights)
+        found = checkpoint.load_weights(model, weights, device)
         log(f"weights from {weights} ({found}) in {time.time() - start:.1f} s")
     else:
+        model.to_empty(device=device)
         model.init_weights(cfg.seed)
     return model
 
@@ -352,6 +352,8 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     from_folder = cfg.init_from != "scratch"
     tokenizer_source = cfg.tokenizer or (cfg.init_from if from_folder else "byte")
     tokenizer = data.load_tokenizer(tokenizer_source)
+    if cfg.export:
+        checkpoint.check_target(cfg.export, cfg.init_from, tokenizer_source)
     config = checkpoint.read_config(folder or cfg.init_from) if folder or from_folder else \
         dataclasses.replace(PRESETS[cfg.model], vocab_size=tokenizer.vocab_size)
     prepared = data.prepare(cfg.data, tokenizer, cfg.cache_dir, cfg.seq_len, cfg.val_fraction, cfg.val_data, cfg.text_documents,
@@ -510,7 +512,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
         measured = {"gpu": monitor.peak_gpu_gb(device), "host": monitor.host_gb()}
         say("memory at most: " + ", ".join(f"{p} {measured[p]:.2f} GB (expected {expected[p]:.2f})" for p in measured if expected[p]))
     if cfg.export:
-        specials = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.end_of_text}
+        specials = checkpoint.special_ids(tokenizer, chat)
         exact = optimizer.exact if cfg.master == "residual" and cfg.export_dtype == "float32" else None
         checkpoint.export(model, cfg.export, cfg.init_from if from_folder else None, tokenizer_source, specials,
                           getattr(torch, cfg.export_dtype), exact, say)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -200,15 +201,52 @@ def test_rope_in_the_one_dict_of_transformers_5(tmp_path):
 
 
 @pytest.mark.parametrize("key, value, message", [
-    ("rms_norm_eps", None, "'rms_norm_eps' is missing"), ("rope_theta", None, "'rope_theta' is missing"), ("hidden_size", "48", "must be a int"),
-    ("num_hidden_layers", 2.5, "must be a int"), ("vocab_size", 10 ** 12, "must be a int"), ("num_key_value_heads", 3, "evenly"), ("head_dim", 13, "odd"),
+    ("rms_norm_eps", None, "'rms_norm_eps' is missing"), ("rope_theta", None, "'rope_theta' is missing"), ("hidden_size", "48", "must be a valid int"),
+    ("num_hidden_layers", 2.5, "must be a valid int"), ("vocab_size", 10 ** 12, "must be a valid int"), ("num_key_value_heads", 3, "evenly"), ("head_dim", 13, "odd"),
     ("model_type", "mistral", "only 'llama'"), ("attention_bias", True, "attention_bias"), ("hidden_act", "gelu", "hidden_act"),
-    ("tie_word_embeddings", 1, "must be a bool"), ("rms_norm_eps", True, "must be a float")])
+    ("tie_word_embeddings", 1, "must be a valid bool"), ("rms_norm_eps", True, "must be a valid float")])
 def test_a_config_that_does_not_describe_a_plain_llama_is_refused(tmp_path, key, value, message):
     _, folder = exported(tmp_path)
     edit(os.path.join(folder, "config.json"), **{key: value})
     with pytest.raises(checkpoint.CheckpointError, match=message):
         checkpoint.read_config(folder)
+
+
+@pytest.mark.parametrize("key, value", [
+    ("num_hidden_layers", 10 ** 6), ("rms_norm_eps", float("inf")), ("rms_norm_eps", -1e-5), ("rope_theta", 0), ("rope_theta", float("nan")),
+    ("num_attention_heads", 2 ** 23), ("partial_rotary_factor", 0.5), ("rope_scaling", LLAMA3 | {"low_freq_factor": 4.0}), ("rope_scaling", [1])])
+def test_numbers_that_make_no_sense_are_refused(tmp_path, key, value):
+    _, folder = exported(tmp_path)
+    edit(os.path.join(folder, "config.json"), **{key: value})
+    with pytest.raises(checkpoint.CheckpointError, match="config.json: "):
+        checkpoint.read_config(folder)
+
+
+def test_the_folder_of_a_run_is_no_folder_of_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"out_dir": "out", "model": "debug"}))
+    with pytest.raises(checkpoint.CheckpointError, match="folder of a run; name one of the step_"):
+        checkpoint.read_config(str(tmp_path))
+
+
+def test_nothing_is_allocated_before_all_names_shapes_and_dtypes_are_right(tmp_path):
+    _, folder = exported(tmp_path)
+    tensors = load_file(os.path.join(folder, "model.safetensors"))
+    last = list(tensors)[-1]
+    for change, words in (({last: torch.zeros(3)}, "has shape"), ({last: tensors[last].to(torch.int8)}, "stored as I8"), ({"more": torch.zeros(1)}, "unexpected")):
+        save_file(tensors | change, os.path.join(folder, "model.safetensors"))
+        with torch.device("meta"):
+            model = llama.Llama(TINY)
+        with pytest.raises(checkpoint.CheckpointError, match=words):
+            checkpoint.load_weights(model, folder, "cpu")
+        assert all(p.is_meta for p in model.parameters())
+
+
+def test_names_from_a_file_cannot_drive_the_terminal(tmp_path):
+    _, folder = exported(tmp_path)
+    edit(os.path.join(folder, "config.json"), model_type="\x1b[2J\nllama\u2028")
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        checkpoint.read_config(folder)
+    assert str(error.value).isprintable()
 
 
 def test_head_dim_is_derived_only_where_it_is_not_given(tmp_path):
@@ -295,7 +333,7 @@ def test_every_dtype_is_cast_once_to_the_models(tmp_path):
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..\\x.safetensors"])
 def test_an_index_cannot_name_files_elsewhere(tmp_path, name):
     _, folder = exported(tmp_path)
-    save_file(load_file(os.path.join(folder, "model.safetensors")), str(tmp_path / "outside.safetensors"))
+    os.rename(os.path.join(folder, "model.safetensors"), str(tmp_path / "outside.safetensors"))
     json.dump({"weight_map": {"model.norm.weight": name}}, open(os.path.join(folder, "model.safetensors.index.json"), "w"))
     with pytest.raises(checkpoint.CheckpointError, match="outside the folder|missing"):
         loaded(folder)
@@ -327,7 +365,7 @@ def test_metas_folder_damaged_or_split_is_refused(tmp_path):
         checkpoint.read_config(folder)
     os.remove(path)
     os.remove(os.path.join(folder, "consolidated.01.pth"))
-    with pytest.raises(checkpoint.CheckpointError, match="does not exist"):
+    with pytest.raises(checkpoint.CheckpointError, match="No such file"):
         checkpoint.read_config(folder)
 
 
@@ -434,6 +472,35 @@ def test_an_export_is_complete_and_says_what_it_holds(tmp_path, monkeypatch):
     # what llama.cpp's converter looks for: these names alone, as many rows as the vocabulary
     known = r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj|(input|post_attention)_layernorm))\.weight|lm_head\.weight"
     assert all(re.fullmatch(known, n) for n in names)
+
+
+@pytest.mark.parametrize("said, chat, want", [(None, True, [7, 9]), (7, True, [7, 9]), ([7, 8], True, [7, 8, 9]), (7, False, 7), (None, False, 7)])
+def test_what_ends_a_turn_ends_generation_too(tmp_path, said, chat, want):
+    """A base model's folder knows only the end of text; finetuned on chats, others must stop at the end of a turn as well."""
+    model, source = exported(tmp_path, name="source")
+    edit(os.path.join(source, "generation_config.json"), temperature=0.3, eos_token_id=said)
+    edit(os.path.join(source, "config.json"), bos_token_id=5)
+    tokenizer = types.SimpleNamespace(bos=5, end_of_text=7, end_of_turn=9)
+    checkpoint.export(model, str(tmp_path / "out"), source, source, checkpoint.special_ids(tokenizer, chat), log=lambda line: None)
+    generation = json.load(open(tmp_path / "out" / "generation_config.json"))
+    assert generation["eos_token_id"] == want and generation["temperature"] == 0.3
+    assert json.load(open(tmp_path / "out" / "config.json"))["bos_token_id"] == 5
+
+
+def test_an_export_takes_the_place_of_an_export_only(tmp_path):
+    model, source = exported(tmp_path, name="source")
+    quiet = dict(log=lambda line: None)
+    with pytest.raises(checkpoint.CheckpointError, match="where this model comes from"):
+        checkpoint.export(model, source + "/.", source, None, **quiet)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("precious")
+    with pytest.raises(checkpoint.CheckpointError, match="holds thesis.txt"):
+        checkpoint.export(model, str(tmp_path / "home"), source, None, **quiet)
+    assert train.main([f"--export={tmp_path}/home", f"--out_dir={tmp_path}/run", "--device=cpu"]) == 2  # before anything is trained
+    assert (tmp_path / "home" / "thesis.txt").read_text() == "precious" and os.listdir(tmp_path / "run") == ["lock"]
+    for _ in range(2):
+        checkpoint.export(model, str(tmp_path / "out"), source, None, **quiet)
+    assert sorted(os.listdir(tmp_path)) == ["home", "out", "run", "source"]
 
 
 def test_an_overflow_is_an_error_and_leaves_no_folder(tmp_path):
@@ -556,11 +623,13 @@ except checkpoint.CheckpointError as error:
 def test_leftovers_of_a_killed_save_are_ignored_and_cleaned(tmp_path):
     model, optimizer = trained(1)
     checkpoint.save(str(tmp_path), model, optimizer, {"step": 1}, 2)
-    shutil.copytree(tmp_path / "step_000001", tmp_path / "step_000002.tmp")
+    for left in ("step_000002.unfinished.tmp", "step_000000.replaced.old"):
+        shutil.copytree(tmp_path / "step_000001", tmp_path / left)
     os.mkdir(tmp_path / "step_000009")  # no state.json: not complete
     assert checkpoint.checkpoints(str(tmp_path)) == [1] and checkpoint.newest(str(tmp_path)).endswith("step_000001")
     checkpoint.save(str(tmp_path), model, optimizer, {"step": 2}, 2)
-    assert not (tmp_path / "step_000002.tmp").exists() and sorted(checkpoint.checkpoints(str(tmp_path))) == [1, 2]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_000001", "step_000002", "step_000009"]
+    assert sorted(checkpoint.checkpoints(str(tmp_path))) == [1, 2]
 
 
 @pytest.mark.parametrize("text", ["step_000009\n", "", "../elsewhere", "step_000001/../..", "\x00", None])
