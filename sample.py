@@ -83,8 +83,7 @@ def load(path: str, device: str, dtype: str):
     tokenizer = data.load_tokenizer(tokenizer)
     with torch.device("meta"):
         model = Llama(checkpoint.read_config(folder), getattr(torch, dtype))
-    model.to_empty(device=device)
-    checkpoint.load_weights(model, folder)
+    checkpoint.load_weights(model, folder, device)
     return model, tokenizer, chat
 
 

@@ -76,6 +76,7 @@ class Config:
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: the GPU if there is one
     dtype: Literal["bfloat16", "float32"] = "float32"  # of matrices and activations; norms, rope and loss are always float32
     compile: bool = False                # torch.compile the blocks (GPU)
+    deterministic: bool = False          # a GPU computes the same bits every time, a little slower
     activation_checkpointing: bool = True  # recompute blocks in backward
     recompute: float = 1.0               # share of the blocks for which that holds; the others keep all they need
     activation_offloading: bool = False  # keep blocks' inputs, or all that is kept, in host memory
@@ -317,6 +318,10 @@ def run(cfg: Config, origin: dict[str, str]) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() and cfg.device != "cpu" else "cpu")
     if cfg.dry_run:
         return dry_run(cfg, device)
+    if cfg.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS asks for
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     os.makedirs(cfg.out_dir, exist_ok=True)
     with checkpoint.lock(cfg.out_dir):
         return locked_run(cfg, origin, device, Signals())
