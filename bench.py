@@ -13,6 +13,7 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 
 import numpy as np
 
@@ -160,7 +161,8 @@ def main() -> int:
     expected = forecast.needs(as_run, config, cuda)
     travels = (optimizer.memory()["host"] + (offloader.packed_bytes // len(times) if offloader else 0)) if cuda else 0
     print(f"\n{name}, torch {torch.__version__}, allocator cap {cfg.cap_gib or 'none'} GiB; python bench.py {' '.join(sys.argv[1:])}")
-    cells = {"tokens a step": f"{tokens:,}", "ms": f"{ms:.0f}", "tok/s": f"{rate:,.0f}",
+    spread = f"{ms:.0f} ({min(times[cfg.warmup:]):.0f} to {max(times[cfg.warmup:]):.0f})"
+    cells = {"tokens a step": f"{tokens:,}", "ms (least to most)": spread, "tok/s": f"{rate:,.0f}",
              "MFU (6N + 12LHDT)": f"{100 * flops / peak:.1f} %" if peak else "-",
              "share of the matmul rate": f"{100 * flops / rates['flops']:.1f} %" if cuda else "-",
              "GPU peak, whole device (allocated), GiB": f"{peak_gpu * 1e9 / GiB:.2f} ({allocated:.2f})", "host, GB": f"{peak_host:.1f}",
@@ -171,6 +173,7 @@ def main() -> int:
             want = sum(expected[place].values()) / 1e9
             print(f"memory: {place} {got:.2f} GB, expected {want:.2f} ({100 * (want / got - 1):+.1f} %)")
     if cuda:
+        warnings.filterwarnings("ignore", module="torch.profiler")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             step()
             torch.cuda.synchronize()

@@ -15,6 +15,7 @@ from offload import FFN_TOKENS
 
 GiB = 2 ** 30
 CUDA_CONTEXT = int(1.2e9)  # on the GPU beside tensors: context, kernels, cuBLAS workspaces, the allocator's slack
+HOLES = int(0.4e9)         # more of the allocator's slack where sizes of fp32 sums and bf16 gradients mix
 BARE_CONTEXT = int(0.5e9)  # of that, what is taken as soon as the GPU is asked anything
 PROCESS = int(2.0e9)       # on the host beside what is counted: Python, torch, CUDA's libraries
 COMPILER = int(0.5e9)      # and with compile=True
@@ -102,7 +103,7 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     again = len(recomputed(cfg, config))
     in_block = block * (size + (4 if micro > 1 or tokens > FFN_TOKENS else 0)) + 3 * rows + 4 * row
     if again:
-        in_block += size * 5 * config.ffn_dim * min(tokens, FFN_TOKENS)
+        in_block += size * (5 + (micro > 1)) * config.ffn_dim * min(tokens, FFN_TOKENS)
     if not cuda or cfg.dtype != "bfloat16":                                # attention through a mask
         in_block += tokens * cfg.seq_len * (1 + 4 * config.n_heads)
     if again < config.n_layers and cfg.activation_offloading and cuda:
@@ -125,7 +126,7 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     if not cuda:
         merged = {k: gpu.get(k, 0) + host.get(k, 0) for k in gpu | host}
         return {"gpu": {}, "host": merged, "pcie": {}}
-    gpu["CUDA context and library workspaces"] = CUDA_CONTEXT
+    gpu["CUDA context and library workspaces"] = CUDA_CONTEXT + HOLES * (micro > 1)
     return {"gpu": gpu, "host": host, "pcie": pcie}
 
 
