@@ -12,6 +12,7 @@ ends; a conversation is never cut in two: past seq_len it is truncated, and drop
 """
 
 import base64
+import concurrent.futures
 import glob
 import hashlib
 import itertools
@@ -83,7 +84,13 @@ class Tokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, on all cores."""
         parts = [cut_runs(unicodedata.normalize("NFC", text) if self.nfc else text) for text in texts]
-        encoded = iter(self.encoding.encode_ordinary_batch([p for of_text in parts for p in of_text], num_threads=os.cpu_count() or 1))
+        flat = [p for of_text in parts for p in of_text]
+        shares = min(os.cpu_count() or 1, 1 + len(flat) // 64)  # tiktoken's own batches start a task for every text
+        encoded = [None] * len(flat)
+        with concurrent.futures.ThreadPoolExecutor(shares) as pool:
+            for k, ids in enumerate(pool.map(lambda k: [self.encoding.encode_ordinary(p) for p in flat[k::shares]], range(shares))):
+                encoded[k::shares] = ids
+        encoded = iter(encoded)
         return [[t for _ in of_text for t in next(encoded) if t not in self.no_token] for of_text in parts]
 
     def encode(self, text: str) -> list[int]:

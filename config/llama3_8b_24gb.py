@@ -2,9 +2,9 @@
 #
 #   python train.py config/llama3_8b_24gb.py --data=chats.jsonl
 #
-# GPU, GB:  weights 16.06 (8.03 G x bf16) + the fullest moment, the head's gradient, 3.2
-#           + optimizer states passing through 1.0, and those of head and embedding that stay 2.2      = 22.5 (20.9 GiB)
-# host, GB: optimizer states 14.1 (2 bytes a parameter) + block inputs 1.07 (8 KB a token and block) + torch 3
+# GPU, GB:  weights 16.06 + the fullest moment, the head's gradient, 3.3 + optimizer states passing through 1.0, and those of
+#           head and embedding that stay 2.2 + context and slack 1.2                                   = 23.8 (22.1 GiB)
+# host, GB: optimizer states 14.1 (2 bytes a parameter) + block inputs 1.07 (8 KB a token and block) + torch 2.5
 # PCIe:     14.1 GB of states in and out per step, hidden behind compute where the link allows
 
 init_from = "Meta-Llama-3-8B"      # the folder you downloaded; --init_from=scratch --tokenizer=... trains from nothing
