@@ -15,7 +15,6 @@ from offload import FFN_TOKENS
 
 GiB = 2 ** 30
 CUDA_CONTEXT = int(1.2e9)  # on the GPU beside tensors: context, kernels, cuBLAS workspaces, the allocator's slack
-HOLES = int(0.4e9)         # more of the allocator's slack where sizes of fp32 sums and bf16 gradients mix
 BARE_CONTEXT = int(0.5e9)  # of that, what is taken as soon as the GPU is asked anything
 PROCESS = int(2.0e9)       # on the host beside what is counted: Python, torch, CUDA's libraries
 COMPILER = int(0.5e9)      # and with compile=True
@@ -126,7 +125,8 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     if not cuda:
         merged = {k: gpu.get(k, 0) + host.get(k, 0) for k in gpu | host}
         return {"gpu": {}, "host": merged, "pcie": {}}
-    gpu["CUDA context and library workspaces"] = CUDA_CONTEXT + HOLES * (micro > 1)
+    # fp32 sums among bf16 gradients leave holes, of a block's gradients about
+    gpu["CUDA context and library workspaces"] = CUDA_CONTEXT + block * size * (micro > 1)
     return {"gpu": gpu, "host": host, "pcie": pcie}
 
 

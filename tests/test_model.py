@@ -15,15 +15,7 @@ from helpers import naive_attention, random_batch
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SHAPE = llama.ModelConfig(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=80, vocab_size=101)  # 4 x 16 is not 48
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads only wait for each other with tensors this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(config=SHAPE, dtype=torch.float32, seed=0):

@@ -13,15 +13,7 @@ from helpers import random_batch
 CPU = torch.device("cpu")  # an offloader for the CPU copies from host memory to host memory: all of its logic, no streams
 SHAPE = llama.ModelConfig(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=80, vocab_size=101)
 BATCHES = [random_batch(2, 16, 101, seed=s) for s in range(3)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads only wait for each other with tensors this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(dtype=torch.float32):

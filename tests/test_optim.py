@@ -18,15 +18,7 @@ from helpers import random_batch
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 paged_on_cpu = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads only wait for each other with tensors this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random(*shape, seed=0, dtype=torch.float32):

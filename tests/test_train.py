@@ -262,6 +262,15 @@ def test_evaluation_alone_gives_the_same_loss_and_writes_nothing(run, tmp_path):
     assert before == sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "out").rglob("*") if p.name != "lock")
 
 
+def test_deterministic_is_set_before_anything_is_computed(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode: seen.append((mode, os.environ["CUBLAS_WORKSPACE_CONFIG"])))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(train, "make_model", lambda *a: (_ for _ in ()).throw(train.RunError(f"{seen}")))
+    assert run("--deterministic")[1].endswith("error: [(True, ':4096:8')]\n")
+
+
 @pytest.mark.parametrize("owner, name", [(llama.Llama, "loss"), (train.optim.Adam8bit, "update")])
 def test_out_of_memory_leaves_a_checkpoint_and_names_smaller_settings(run, tmp_path, monkeypatch, owner, name):
     real, calls = getattr(owner, name), []
