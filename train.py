@@ -392,6 +392,12 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     saves = min(cfg.keep_checkpoints + 1, 1 + (max_steps // cfg.save_every if cfg.save_every else 0))
     size = forecast.n_params(config) * ((4 if cfg.dtype == "float32" else 2) + (3 if cfg.master == "residual" else 2))
     checkpoint.check_disk(cfg.out_dir, saves * size, f"room for {saves} checkpoint{'s' * (saves > 1)}")
+    if cfg.export:
+        place = os.path.dirname(os.path.abspath(cfg.export))
+        os.makedirs(place, exist_ok=True)
+        same_disk = os.stat(place).st_dev == os.stat(cfg.out_dir).st_dev
+        checkpoint.check_disk(place, forecast.n_params(config) * (4 if cfg.export_dtype == "float32" else 2) + saves * size * same_disk,
+                              "the export" + " with the checkpoints" * same_disk)
     model = make_model(cfg, config, device, weights, say)
     optimizer = make_optimizer(cfg, model, limits[0])
     if folder:
@@ -530,13 +536,18 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     return 0
 
 
+def said(error) -> str:
+    """The first two sentences of PyTorch's message."""
+    return ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")
+
+
 def out_of_memory(error, cfg, config, limits, when: str, saved_at) -> str:
     """What to say when the GPU is full after all: the forecast, and the next smaller settings."""
     for line in forecast.table(cfg, config, *limits):
         print(line, file=sys.stderr)
     total = sum(forecast.needs(cfg, config)["gpu"].values())
     smaller = forecast.nearest_fit(cfg, config, total - 1, None) or {}
-    return (f"{when}: the GPU is out of memory ({str(error).splitlines()[0][:160]}); "
+    return (f"{when}: the GPU is out of memory ({said(error)}); "
             f"try {' '.join(f'--{k}={v}' for k, v in smaller.items())}"
             + (f" --resume; the checkpoint of step {saved_at} is whole, but blocks whose update had begun are one step ahead in it"
                if saved_at is not None else ""))
@@ -558,7 +569,7 @@ def main(argv=None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except torch.OutOfMemoryError as error:
-        print(f"error: the GPU is out of memory ({str(error).splitlines()[0][:160]}); lower --batch_size, --state_resident_gb or "
+        print(f"error: the GPU is out of memory ({said(error)}); lower --batch_size, --state_resident_gb or "
               "--state_buffer_gb, or raise --gradient_accumulation_steps; checkpoints are intact", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,9 +1,11 @@
 """python -m pytest tests/test_train.py"""
 
+import collections
 import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -260,6 +262,14 @@ def test_evaluation_alone_gives_the_same_loss_and_writes_nothing(run, tmp_path):
     code, out = run("--eval_only=true", "--resume=true")
     assert code == 0 and f"val loss {want:.4f}" in out
     assert before == sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "out").rglob("*") if p.name != "lock")
+
+
+@pytest.mark.parametrize("free, words", [(0.9, "room for 1 checkpoint needs"), (1.2, "the export with the checkpoints needs")])
+def test_room_on_the_disk_is_asked_for_before_the_first_step(run, tmp_path, monkeypatch, free, words):
+    params = 2 * (3 * 32 * 32 + 3 * 32 * 64 + 64) + 2 * 512 * 32 + 32  # 4 bytes of each and 2 of states, and 2 in the export
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: collections.namedtuple("Usage", "free")(int(free * 6 * params)))
+    code, out = run(f"--export={tmp_path}/deep/hf")
+    assert code == 2 and words in out and not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
 def test_deterministic_is_set_before_anything_is_computed(run, monkeypatch):
