@@ -557,7 +557,7 @@ def save(run_dir: str, model: Llama, optimizer, state: dict, keep: int, best: bo
 
         for param, tensors in optimizer.state():
             shard.update({f"{param}|{key}": t.contiguous() for key, t in tensors.items()})
-            if sum(t.nbytes for t in shard.values()) > SHARD_BYTES:
+            if sum(t.nbytes for t in shard.values()) > SHARD_BYTES // 2:  # the next parameter's come on top, 1 GB for an 8B's head
                 flush()
         flush()
         write_json(os.path.join(work, "config.json"), hf_config(model.config, dtype_name(model.output.weight.dtype)))
