@@ -24,13 +24,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from configurator import UserError
+import configurator
 from model import Llama, ModelConfig
 
 SHARD_BYTES = 10 ** 9
 
 
-class CheckpointError(UserError):
+class CheckpointError(configurator.UserError):
     """A checkpoint can't be read or written."""
 
 
@@ -341,14 +341,13 @@ def write_shards(folder: str, sizes: list[int], tensors):
         write_json(os.path.join(folder, "model.safetensors.index.json"), {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
 
 
-def hf_config(config: ModelConfig, dtype: str, specials: dict | None = None) -> dict:
-    spec = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": config.dim, "num_hidden_layers": config.n_layers,
+def hf_config(config: ModelConfig, dtype: str) -> dict:
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": config.dim, "num_hidden_layers": config.n_layers,
             "num_attention_heads": config.n_heads, "num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim,
             "intermediate_size": config.ffn_dim, "vocab_size": config.vocab_size, "max_position_embeddings": config.max_seq_len,
             "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta, "rope_scaling": config.rope_scaling,
             "tie_word_embeddings": config.tie_word_embeddings, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
             "torch_dtype": dtype}
-    return spec | (specials or {})
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "tokenizer.model",
@@ -642,7 +641,6 @@ class Config:
 
 
 def main(argv=None) -> int:
-    import configurator
     import data
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) < 2 or any(a.startswith("-") for a in argv[:2]) or "--help" in argv:
@@ -677,7 +675,7 @@ def main(argv=None) -> int:
         export(model, out, source, tokenizer or source, specials, dtype, exact)
         print(f"{out}: step {state['step']} of {run_dir}, {dtype_name(dtype)}")
         return 0
-    except (CheckpointError, configurator.ConfigError, data.DataError) as error:
+    except configurator.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -76,8 +76,10 @@ def saved_bytes(cfg, config: ModelConfig, again: bool) -> int:
 
 def moving_bytes(cfg, config: ModelConfig) -> int:
     """Offloaded activations on the GPU on their way back at one time (and out, if blocks are kept): a block's, or 0.7 GB."""
-    most = max(saved_bytes(cfg, config, i in set(recomputed(cfg, config))) for i in range(config.n_layers))
-    return min(most, max(int(0.7e9), saved_bytes(cfg, config, True)))
+    inputs = saved_bytes(cfg, config, True)
+    if len(recomputed(cfg, config)) == config.n_layers:
+        return inputs
+    return min(saved_bytes(cfg, config, False), max(int(0.7e9), inputs))
 
 
 def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, int]]:

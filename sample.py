@@ -131,7 +131,7 @@ def main(argv=None) -> int:
             chat.append(("assistant", answer, False))
             if cfg.prompt:
                 return 0
-    except (configurator.ConfigError, data.DataError, checkpoint.CheckpointError) as error:
+    except configurator.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, EOFError):

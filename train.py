@@ -130,6 +130,7 @@ def check(cfg: Config):
         need(getattr(cfg, name) is None or getattr(cfg, name) >= 0, f"'{name}' must not be negative, got {getattr(cfg, name)}")
     for name in ("beta1", "beta2"):
         need(0 <= getattr(cfg, name) < 1, f"'{name}' must be in [0, 1), got {getattr(cfg, name)}")
+    need(cfg.init_from, "'init_from' must be 'scratch' or a folder")
     need(cfg.eps > 0, f"'eps' must be positive, got {cfg.eps}")
     need(0 <= cfg.val_fraction < 1, f"'val_fraction' must be in [0, 1), got {cfg.val_fraction}")
     need(cfg.max_steps is not None or cfg.epochs > 0, f"'epochs' must be positive, got {cfg.epochs}")
@@ -354,12 +355,12 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     folder, state = where_to_start(cfg)
 
     # data and model shape; all that can be wrong is found here, before the GPU is touched
-    from_folder = cfg.init_from != "scratch"
-    tokenizer_source = cfg.tokenizer or (cfg.init_from if from_folder else "byte")
+    source = cfg.init_from if cfg.init_from != "scratch" else None
+    tokenizer_source = cfg.tokenizer or source or "byte"
     tokenizer = data.load_tokenizer(tokenizer_source)
     if cfg.export:
-        checkpoint.check_target(cfg.export, cfg.init_from, tokenizer_source)
-    config = checkpoint.read_config(folder or cfg.init_from) if folder or from_folder else \
+        checkpoint.check_target(cfg.export, source, tokenizer_source)
+    config = checkpoint.read_config(folder or source) if folder or source else \
         dataclasses.replace(PRESETS[cfg.model], vocab_size=tokenizer.vocab_size)
     prepared = data.prepare(cfg.data, tokenizer, cfg.cache_dir, cfg.seq_len, cfg.val_fraction, cfg.val_data, cfg.text_documents,
                             cfg.train_on_input, cfg.chat_template, say, signals.raise_if_received)
@@ -381,7 +382,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     if problem:
         raise configurator.ConfigError(problem)
 
-    weights = folder or (cfg.init_from if from_folder else None)
+    weights = folder or source
     if cfg.eval_only:
         if not val_shards:
             raise configurator.ConfigError("there is nothing to validate on; give --val_data or a --val_fraction")
@@ -390,13 +391,14 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
         say(f"val loss {loss:.4f} | perplexity {math.exp(min(loss, 700)):.2f}")
         return 0
     saves = min(cfg.keep_checkpoints + 1, 1 + (max_steps // cfg.save_every if cfg.save_every else 0))
-    size = forecast.n_params(config) * ((4 if cfg.dtype == "float32" else 2) + (3 if cfg.master == "residual" else 2))
+    n_params = forecast.n_params(config)
+    size = n_params * (forecast.element_bytes(cfg) + (3 if cfg.master == "residual" else 2))
     checkpoint.check_disk(cfg.out_dir, saves * size, f"room for {saves} checkpoint{'s' * (saves > 1)}")
     if cfg.export:
         place = os.path.dirname(os.path.abspath(cfg.export))
         os.makedirs(place, exist_ok=True)
         same_disk = os.stat(place).st_dev == os.stat(cfg.out_dir).st_dev
-        checkpoint.check_disk(place, forecast.n_params(config) * (4 if cfg.export_dtype == "float32" else 2) + saves * size * same_disk,
+        checkpoint.check_disk(place, n_params * getattr(torch, cfg.export_dtype).itemsize + saves * size * same_disk,
                               "the export" + " with the checkpoints" * same_disk)
     model = make_model(cfg, config, device, weights, say)
     optimizer = make_optimizer(cfg, model, limits[0])
@@ -410,7 +412,6 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     start_page(cfg, config, prepared, plan, device, state["step"], origin, limits)
     metrics = monitor.Metrics(cfg, state["step"])
 
-    n_params = forecast.n_params(config)
     peak = monitor.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     step, tokens, first_loss, val_loss = state["step"], state["tokens"], None, math.nan
     best, validated_at, saved_at = state["best"], state["validated_at"], step if folder else None
@@ -525,7 +526,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     if cfg.export:
         specials = checkpoint.special_ids(tokenizer, chat)
         exact = optimizer.exact if cfg.master == "residual" and cfg.export_dtype == "float32" else None
-        checkpoint.export(model, cfg.export, cfg.init_from if from_folder else None, tokenizer_source, specials,
+        checkpoint.export(model, cfg.export, source, tokenizer_source, specials,
                           getattr(torch, cfg.export_dtype), exact, say)
         say(f"exported {cfg.export}")
     if cfg.sample_tokens:
@@ -562,7 +563,7 @@ def main(argv=None) -> int:
         return 0
     try:
         return run(*configurator.parse(Config, argv))
-    except (configurator.ConfigError, data.DataError, checkpoint.CheckpointError) as error:
+    except configurator.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (RunError, optim.GradientError) as error:
