@@ -277,6 +277,16 @@ def addmm_fp32_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor):
         total += a @ b
 
 
+def round_in_place(total: torch.Tensor, dtype: torch.dtype, part: int = 2 ** 24) -> torch.Tensor:
+    """fp32 -> the same numbers rounded to dtype, of 16 bits, in the memory they lay in: `part` at a time over those already read."""
+    if total.dtype == dtype:
+        return total
+    wide, narrow = total.view(-1), total.view(-1).view(dtype)[:total.numel()]
+    for a in range(0, total.numel(), part):
+        narrow[a:a + part] = wide[a:a + part].to(dtype)
+    return narrow.view(total.shape)
+
+
 def cross_entropy_grad(logits: torch.Tensor, targets: torch.Tensor, scale: float, dtype: torch.dtype):
     """
     logits [n, V] fp32 (overwritten), targets [n] -> summed loss (fp32 scalar), and the gradient of scale x loss
@@ -307,7 +317,7 @@ class _Embedding(torch.autograd.Function):
         if not (grad.is_cuda and tokens.numel() > 3072):
             grad = grad.float()  # CUDA's kernel for many tokens sums in fp32 anyway, the others in the gradient's dtype
         total = torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.like.size(0), -1, False)
-        return total.to(ctx.like.dtype), *[None] * len(ctx.tokens)
+        return round_in_place(total, ctx.like.dtype), *[None] * len(ctx.tokens)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -342,11 +352,11 @@ class _HeadLoss(torch.autograd.Function):
                 grad_x.flatten(0, 1).index_copy_(0, index, grad_part)
                 grad_norm += grad_norm_part
             grad_xs.append(grad_x)
-        ctx.grads = (grad_norm, grad_weight, *grad_xs)
+        ctx.dtype, ctx.grads = weight.dtype, (grad_norm, grad_weight, *grad_xs)
         return loss / count
 
     @staticmethod
     def backward(ctx, grad):
         grad_norm, grad_weight, *grad_xs = (g.mul_(grad) for g in ctx.grads)
         del ctx.grads
-        return None, None, None, None, None, grad_norm, grad_weight, *grad_xs
+        return None, None, None, None, None, grad_norm, round_in_place(grad_weight, ctx.dtype), *grad_xs

@@ -7,7 +7,7 @@ Adam8bit          the default: bitsandbytes' 8-bit code books and 256-element bl
 StockOptimizer    bitsandbytes' own PagedAdamW8bit, or torch's AdamW: to compare with
 
 A step is: begin(lr); loss.backward(), in which a hook per parameter takes each gradient as it is completed and frees
-it; finish(), which says whether every parameter had one.
+it; finish(), which says whether every parameter had one; with clipping, updates begin there.
 
 References: Adam (arXiv:1412.6980), decoupled weight decay (arXiv:1711.05101), 8-bit blockwise states (arXiv:2110.02861),
 stochastic rounding for bf16 weights (arXiv:2010.06192).
@@ -448,12 +448,18 @@ class _InBackward:
         self.norms[p] = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self.take(p, grad)
 
-    def finish(self) -> torch.Tensor:
-        """After backward: the global gradient norm, fp32 scalar on the device. GradientError names what got no gradient."""
+    def finish(self, later: bool = False) -> torch.Tensor:
+        """
+        After backward: the global gradient norm, fp32 scalar on the device. GradientError names what got no gradient.
+        later: what is left of the step may wait for catch_up().
+        """
         missing = [name for p, name in self.names.items() if p not in self.norms]
         if missing:
             raise GradientError(f"no gradient reached {', '.join(missing[:5])}" + (" ..." if len(missing) > 5 else ""))
         return torch.linalg.vector_norm(torch.stack(list(self.norms.values())))
+
+    def catch_up(self, params=None):
+        """Finish what finish(later=True) left to do, as far as these parameters need it; None: all of it."""
 
     def worst(self) -> str:
         """Name of the first parameter whose gradient was not finite in the last step, or ''. Waits for the device."""
@@ -467,7 +473,8 @@ class Adam8bit(_InBackward):
     independent of how pages are cut.
 
     With grad_clip the step can't begin before all gradients are known: the hooks park them in host memory, with the
-    page they belong to, and finish() streams pages (gradients and states in, states out) through the same update.
+    page they belong to, and finish() streams pages (gradients and states in, states out) through the same update; or
+    catch_up() does so in the next forward pass, in its order, where compute hides the copies.
     """
 
     def __init__(self, named_params, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, rounding="stochastic", seed=0,
@@ -481,7 +488,8 @@ class Adam8bit(_InBackward):
         super().__init__(named_params)
         self.beta1, self.beta2, self.eps, self.weight_decay = beta1, beta2, eps, weight_decay
         self.stochastic, self.seed, self.grad_clip = rounding == "stochastic", seed, grad_clip
-        self.order = list(self.names)[::-1]  # backward meets parameters in reverse
+        self.order = list(self.names) if grad_clip else list(self.names)[::-1]  # backward meets parameters in reverse
+        self.pending = collections.deque()  # parameters that await the last step's update
         device = self.order[0].device
         self.scale, self.zero = torch.ones(1, device=device), torch.zeros(1, device=device)
         self.small = {p: (torch.zeros_like(p, dtype=torch.float32), torch.zeros_like(p, dtype=torch.float32))
@@ -518,6 +526,7 @@ class Adam8bit(_InBackward):
             page: p for p, s in self.slices.items() for page, *_ in s[:-1]}
 
     def begin(self, lr):
+        self.catch_up()
         super().begin(lr)
         self.waiting, self.cursor, self.sending, self.sums = {}, 0, collections.deque(), {}
         self.scale.fill_(1.0)
@@ -549,7 +558,7 @@ class Adam8bit(_InBackward):
             if sent is not None:
                 torch.cuda.current_stream().wait_event(sent)
 
-    def finish(self):
+    def finish(self, later=False):
         norm = super().finish()
         if self.grad_clip:
             self.settle(0)
@@ -558,9 +567,16 @@ class Adam8bit(_InBackward):
                 raise NonFiniteGradient(f"the gradient of {self.worst()} is not finite; nothing was updated")
             self.scale.copy_((self.grad_clip / (norm + 1e-6)).clamp(max=1.0))
             self.pages.restart()
-            for p in self.order:
-                self.update(p, self.waiting.pop(p, None))
+            self.pending.extend(self.order)
+            if not later:
+                self.catch_up()
         return norm
+
+    def catch_up(self, params=None):
+        needed = set(self.pending if params is None else params)
+        for _ in range(max((i + 1 for i, p in enumerate(self.pending) if p in needed), default=0)):
+            self.update(self.pending[0], self.waiting.pop(self.pending[0], None))
+            self.pending.popleft()
 
     @torch.no_grad()
     def update(self, p, grad):
@@ -598,6 +614,7 @@ class Adam8bit(_InBackward):
         elements with an update that stayed as they were; 'kept', how much of the update arrived, as the projection of
         the change on it (1: all of it on average); 'ratio', the update's norm over the weights'.
         """
+        self.catch_up()
         sums = {kind: t.tolist() for kind, t in self.sums.items()}
         return {kind: {"unchanged": still / max(1, n), "kept": along / wanted if wanted else 1.0,
                        "ratio": math.sqrt(wanted / weights) if weights else 0.0}
@@ -617,19 +634,24 @@ class Adam8bit(_InBackward):
                 "residual": page_bytes[2 * total + place:2 * total + place + n].view(torch.int8) if self.residual else None,
                 "m_scale": scales[:total // BLOCK][blocks], "v_scale": scales[total // BLOCK:][blocks]}
 
+    def at_rest(self) -> list[torch.Tensor]:
+        """All pages, between steps."""
+        assert not self.pending, "catch_up() comes before a look at weights or states"
+        return self.pages.at_rest()
+
     @torch.no_grad()
     def exact(self, name, p) -> torch.Tensor:
         """The fp32 weights that p and its residual stand for, on the host; p's own where it has none."""
         if not self.residual or p in self.small:
             return p.detach().float().cpu()
-        pages, flat, parts = self.pages.at_rest(), p.detach().flatten().cpu(), []
+        pages, flat, parts = self.at_rest(), p.detach().flatten().cpu(), []
         for page, start, end, place in self.slices[p]:
             parts.append(join_residual(flat[start:end], self.views(pages[page], page, place, end - start)["residual"][:end - start].cpu()))
         return torch.cat(parts).view(p.shape)
 
     def state(self):
         """Yields (parameter name, {key: host tensor}) between steps, one parameter at a time."""
-        pages = self.pages.at_rest()
+        pages = self.at_rest()
         for p, name in self.names.items():
             if p in self.small:
                 yield name, {"m": self.small[p][0].cpu(), "v": self.small[p][1].cpu()}
@@ -640,7 +662,7 @@ class Adam8bit(_InBackward):
     @torch.no_grad()
     def load_state(self, get, steps: int):
         """get(parameter name) -> the dict that state() yielded. KeyError or ValueError where it does not fit."""
-        pages = self.pages.at_rest()
+        pages = self.at_rest()
         for p, name in self.names.items():
             saved = get(name)
             if p in self.small:
@@ -710,7 +732,7 @@ class StockOptimizer(_InBackward):
             self.optimizers[p].step()
         p.grad = None
 
-    def finish(self):
+    def finish(self, later=False):
         norm = super().finish()
         if self.kind == "adamw":
             if not torch.isfinite(norm):

@@ -204,15 +204,21 @@ def compile_blocks(cfg: Config, model: Llama, device: torch.device, log=print):
 def train_step(model: Llama, optimizer, batches, lr: float, run_layer, loss_chunk: int) -> tuple[float, torch.Tensor]:
     """
     One optimizer step over all micro-batches -> (loss, gradient norm as a device scalar). NonFinite is raised before
-    anything is touched. There must be at least one supervised token.
+    anything is touched. There must be at least one supervised token. With clipping, weights get their update when the next
+    step first needs them, behind whose forward pass it hides; optimizer.catch_up() before anyone else looks at them.
     """
-    loss = model.loss(batches, sum(len(b.targets) for b in batches), run_layer, loss_chunk)
+    def layer(block, xs, contexts):
+        optimizer.catch_up(block.parameters() if block is not model.layers[-1] else None)
+        return run_layer(block, xs, contexts)
+
+    optimizer.catch_up(model.tok_embeddings.parameters())
+    loss = model.loss(batches, sum(len(b.targets) for b in batches), layer, loss_chunk)
     value = loss.item()
     if not math.isfinite(value):
         raise NonFinite(f"the loss is {value}; rows {[r for b in batches for r in b.rows]} of the data; nothing was updated")
     optimizer.begin(lr)
     loss.backward()
-    return value, optimizer.finish()
+    return value, optimizer.finish(later=True)
 
 
 @torch.no_grad()
@@ -421,6 +427,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
 
     def save():
         nonlocal saved_at, best
+        optimizer.catch_up()
         is_best = cfg.keep_best and validated_at == step and val_loss < best
         best = val_loss if is_best else best
         now = {"step": step, "consumed": loader.consumed, "tokens": tokens, "fingerprint": prepared.meta["fingerprint"],
@@ -435,6 +442,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
         last_step = step >= max_steps or signals.received or out_of_time
         # once in a while, and at the end: validate, save
         if val_shards and not signals.received and validated_at != step and (last_step or (cfg.eval_every and step % cfg.eval_every == 0)):
+            optimizer.catch_up()
             val_loss = evaluate(model, val_shards, cfg, device, lambda: signals.received)
             if not signals.received:
                 validated_at = step
@@ -443,6 +451,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
         if saved_at != step and (last_step or (cfg.save_every and step and step % cfg.save_every == 0)):
             save()
         if last_step:
+            optimizer.catch_up()
             break
 
         # -- one step --------------------------------------------------------

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import checkpoint
 import model as llama
+import offload
 import optim
 import train
 from helpers import random_batch
@@ -255,7 +256,7 @@ def test_head_dim_is_derived_only_where_it_is_not_given(tmp_path):
     model = loaded(folder)
     assert [tuple(getattr(model.layers[0].attention, n).weight.shape) for n in ("wq", "wk", "wo")] == [(64, 48), (32, 48), (48, 64)]
     batch = random_batch(2, 32, 304)
-    train.train_step(model, optim.Adam8bit(model.named_parameters()), [batch], 1e-3, None, 64)
+    train.train_step(model, optim.Adam8bit(model.named_parameters()), [batch], 1e-3, offload.run_layer, 64)
     checkpoint.export(model, str(tmp_path / "again"), folder, None, dtype=torch.float32, log=lambda line: None)
     assert torch.equal(loaded(str(tmp_path / "again")).logits(TOKENS), model.logits(TOKENS))
     edit(os.path.join(folder, "config.json"), head_dim=None)
@@ -549,7 +550,7 @@ def trained(steps=3, seed=0, config=TINY):
     model = make(config, seed, torch.bfloat16)
     optimizer = optim.Adam8bit(model.named_parameters(), residual=True, weight_decay=0.1)
     for i in range(steps):
-        train.train_step(model, optimizer, [random_batch(2, 32, 304, seed=i)], 1e-3, None, 64)
+        train.train_step(model, optimizer, [random_batch(2, 32, 304, seed=i)], 1e-3, offload.run_layer, 64)
     return model, optimizer
 
 
@@ -565,7 +566,7 @@ def test_weights_and_states_come_back_bit_for_bit(tmp_path):
     assert {t.dtype for _, s in optimizer.state() for t in s.values()} == {torch.uint8, torch.int8, torch.float32}
     for m, o in ((model, optimizer), (again, restored)):
         for i in range(3, 6):
-            train.train_step(m, o, [random_batch(2, 32, 304, seed=i)], 1e-3, None, 64)
+            train.train_step(m, o, [random_batch(2, 32, 304, seed=i)], 1e-3, offload.run_layer, 64)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters())) and optimizer.steps == restored.steps == 6
     assert {os.path.splitext(n)[1] for n in os.listdir(folder)} == {".safetensors", ".json"}  # nothing is pickled
 

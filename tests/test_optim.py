@@ -205,7 +205,7 @@ def test_accumulated_micro_batches_make_one_adam_step(make, cut):
     assert optimizer.steps == 1
 
 
-@pytest.mark.parametrize("run_layer", [None, offload.run_layer])
+@pytest.mark.parametrize("run_layer", [lambda block, xs, contexts: [block(x, *c) for x, c in zip(xs, contexts)], offload.run_layer])
 @pytest.mark.parametrize("make", [optim.Adam8bit, lambda named: optim.StockOptimizer("adamw", named)])
 def test_a_parameter_without_gradient_is_named(run_layer, make):
     model = llama.Llama(llama.ModelConfig(n_layers=2))
@@ -266,7 +266,7 @@ def test_settings_reach_every_stock_optimizer(kind):
     model = llama.Llama(llama.ModelConfig(n_layers=1))
     model.init_weights()
     optimizer = train.make_optimizer(train.dataclasses.replace(ODD, optimizer=kind), model)
-    train.train_step(model, optimizer, [random_batch(2, 32, 512)], 0.123, None, 64)
+    train.train_step(model, optimizer, [random_batch(2, 32, 512)], 0.123, offload.run_layer, 64)
     for p in model.parameters():
         group, = optimizer.optimizers[p].param_groups
         assert (group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"]) == (0.123, (0.7, 0.8), 1e-5, 0.3 * (p.dim() >= 2))
@@ -280,7 +280,7 @@ def test_each_setting_of_adam8bit_changes_the_weights(name, value):
         model.init_weights()
         optimizer = train.make_optimizer(cfg, model)
         for i in range(2):
-            train.train_step(model, optimizer, [random_batch(2, 32, 512, seed=i)], 1e-3, None, 64)
+            train.train_step(model, optimizer, [random_batch(2, 32, 512, seed=i)], 1e-3, offload.run_layer, 64)
         return torch.cat([p.detach().float().flatten() for p in model.parameters()])
 
     base = train.dataclasses.replace(ODD, dtype="bfloat16")
@@ -574,6 +574,27 @@ def test_with_clipping_a_bad_gradient_changes_nothing():
     for o, p in ((optimizer, params), (reference, untouched)):
         step(o, random_grads(p.values(), 2))
     assert equal({**params, **states(optimizer)}, {**untouched, **states(reference)})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_updates_that_wait_for_the_next_forward_pass_are_those_made_at_once(tied):
+    cfg = train.Config(dtype="bfloat16", grad_clip=0.5, master="residual", weight_decay=0.1)
+    models, optimizers = [], []
+    for _ in range(2):
+        models.append(llama.Llama(llama.ModelConfig(n_layers=3, tie_word_embeddings=tied), torch.bfloat16))
+        models[-1].init_weights()
+        optimizers.append(train.make_optimizer(cfg, models[-1]))
+    for i in range(3):
+        batches = [random_batch(2, 32, 512, seed=10 * i + j) for j in range(2)]
+        found = [train.train_step(m, o, batches, 1e-2, offload.run_layer, 64) for m, o in zip(models, optimizers)]
+        assert found[0] == found[1]
+        assert len(optimizers[0].pending) == len(list(models[0].parameters()))
+        optimizers[1].catch_up()
+    assert not equal(dict(models[0].named_parameters()), dict(models[1].named_parameters()))
+    with pytest.raises(AssertionError, match="catch_up"):
+        next(optimizers[0].state())
+    optimizers[0].catch_up()
+    assert equal({**dict(models[0].named_parameters()), **states(optimizers[0])}, {**dict(models[1].named_parameters()), **states(optimizers[1])})
 
 
 # -----------------------------------------------------------------------------

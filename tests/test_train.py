@@ -69,9 +69,10 @@ def test_a_run_learns_and_leaves_what_it_promises(run, tmp_path):
     assert "4 rows x 64 tokens x 2 micro-batches = 512 tokens" in out
 
 
-@pytest.mark.parametrize("optimizer", ["adam8bit", "adamw", "bnb_paged_adamw8bit"])
-def test_interrupted_and_resumed_equals_uninterrupted(run, tmp_path, monkeypatch, optimizer):
-    flags = [f"--optimizer={optimizer}", "--dtype=bfloat16"]
+@pytest.mark.parametrize("flags", [["--optimizer=adam8bit"], ["--optimizer=adamw"], ["--optimizer=bnb_paged_adamw8bit"],
+                                   ["--grad_clip=0.1", "--master=residual", "--meter_every=2"]])
+def test_interrupted_and_resumed_equals_uninterrupted(run, tmp_path, monkeypatch, flags):
+    flags = ["--dtype=bfloat16", *flags]
     assert run(f"--out_dir={tmp_path}/whole", *flags)[0] == 0
     real, calls = train.train_step, []
 
@@ -253,6 +254,15 @@ def test_the_best_checkpoint_is_kept(run, tmp_path, monkeypatch):
     run("--keep_best=true", "--keep_checkpoints=1", "--save_every=2", "--eval_every=2")
     assert open(tmp_path / "out" / "best").read() == "step_000002\n" and open(tmp_path / "out" / "latest").read() == "step_000008\n"
     assert sorted(checkpoint.checkpoints(str(tmp_path / "out"))) == [2, 8]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_validation_sees_the_weights_of_its_step(run, tmp_path, clip):
+    run("--save_every=4", "--keep_checkpoints=3", f"--grad_clip={clip}")
+    for row in metrics(tmp_path / "out"):
+        if "val_loss" in row and row["step"]:
+            code, out = run("--eval_only", f"--init_from={tmp_path}/out/step_{row['step']:06d}", "--tokenizer=byte", f"--out_dir={tmp_path}/eval")
+            assert code == 0 and f"val loss {row['val_loss']:.4f}" in out
 
 
 def test_evaluation_alone_gives_the_same_loss_and_writes_nothing(run, tmp_path):
