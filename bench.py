@@ -140,16 +140,18 @@ def main() -> int:
         begin = time.perf_counter()
         batches = [loader.next().to(device) for _ in range(micro)]
         loss, norm = train.train_step(model, optimizer, batches, cfg.learning_rate, run_layer, cfg.loss_chunk)
+        launched = time.perf_counter()
         norm = norm.item()
-        return 1000 * (time.perf_counter() - begin), loss, norm
+        return 1000 * (time.perf_counter() - begin), 1000 * (time.perf_counter() - launched), loss, norm
 
-    times = []
+    times, aheads = [], []
     for number in range(cfg.warmup + cfg.steps):
-        ms, loss, norm = step()
+        ms, ahead, loss, norm = step()
         if number == 0:
             print(f"first step after {time.perf_counter() - started:.1f} s", flush=True)
         print(f"step {number} loss {loss:.4f} norm {norm:.3f} {ms:.1f} ms", flush=True)
         times.append(ms)
+        aheads.append(ahead)
     peak_gpu, peak_host = monitor.peak_gpu_gb(device), monitor.host_gb()
     allocated = torch.cuda.max_memory_allocated() / GiB if cuda else 0.0
 
@@ -184,7 +186,7 @@ def main() -> int:
               f"{rates['both'] / 1e9:.1f} each way together")
         print("ms by kind: " + ", ".join(f"{k} {v:.0f}" for k, v in kinds.items()))
         print(f"overlap: {ms:.0f} ms a step is {ms / max(compute, link):.2f} times the larger of compute alone ({compute:.0f} ms) and "
-              f"PCIe alone ({link:.0f} ms)")
+              f"PCIe alone ({link:.0f} ms); Python is done {statistics.median(aheads):.0f} ms before the GPU")
         if cfg.trace:
             profiler.export_chrome_trace(cfg.trace)
     return 0

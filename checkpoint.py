@@ -311,9 +311,12 @@ def write_json(path: str, value):
 
 
 def write_safetensors(path: str, tensors: dict[str, torch.Tensor]):
+    open(path, "wb").close()  # with the rights that files of this user have; save_file may put in its own, for the owner alone
+    mode = os.stat(path).st_mode
     save_file(tensors, path, metadata={"format": "pt"})
     with open(path, "rb+") as f:
         os.fsync(f.fileno())
+    os.chmod(path, mode)
 
 
 def write_shards(folder: str, sizes: list[int], tensors):

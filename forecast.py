@@ -98,9 +98,9 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     states = {"adam8bit": params * 2 + params // 32 + (params if cfg.master == "residual" else 0), "adamw": params * 2 * size,
               "bnb_paged_adamw8bit": params * 2 + params // 32}[cfg.optimizer]
     resident = min(states + parked, int((cfg.state_resident_gb or 0) * 1e9)) if paged and cuda else 0
-    # the fullest moment is in the head's backward (its gradient in fp32, then rounded) or in a block's
+    # the fullest moment is in the head (its gradient in fp32, a chunk's logits and their gradient) or in a block's backward
     vocab_chunk = min(cfg.loss_chunk, tokens) * config.vocab_size
-    in_head = 4 * head + max(size * head, vocab_chunk * (4 + size if cuda else 16)) + 2 * rows + 3 * row  # the loss is compiled on GPUs only
+    in_head = 4 * head + vocab_chunk * (4 + size if cuda else 16) + 2 * rows + 3 * row  # the loss is compiled on GPUs only
     again = len(recomputed(cfg, config))
     in_block = block * (size + (4 if micro > 1 or tokens > FFN_TOKENS else 0)) + 3 * rows + 4 * row
     if again:

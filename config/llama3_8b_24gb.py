@@ -2,10 +2,10 @@
 #
 #   python train.py config/llama3_8b_24gb.py --data=chats.jsonl
 #
-# GPU, GB:  weights 16.06 + the fullest moment, the head's gradient, 3.3 + optimizer states passing through 1.0, and those of
-#           head and embedding that stay 2.2 + context and slack 1.2                                   = 23.8 (22.1 GiB)
-# host, GB: optimizer states 14.1 (2 bytes a parameter) + block inputs 1.07 (8 KB a token and block) + torch 2.5
-# PCIe:     14.1 GB of states in and out per step, hidden behind compute where the link allows
+# GPU, GB:  weights 16.06 + the fullest moment, the head's gradient, 3.1 + optimizer states passing through 1.0, and those of
+#           head, embedding and more that stay 2.4 + context and slack 1.2                             = 23.8 (22.1 GiB)
+# host, GB: optimizer states 13.9 (2 bytes a parameter) + block inputs 1.07 (8 KB a token and block) + torch 2.5
+# PCIe:     13.9 GB of states in and out per step, hidden behind compute where the link allows
 
 init_from = "Meta-Llama-3-8B"      # the folder you downloaded; --init_from=scratch --tokenizer=... trains from nothing
 out_dir = "out-llama3-8b"
@@ -28,7 +28,7 @@ dtype = "bfloat16"                 # weights are rounded stochastically: small u
 compile = True
 activation_checkpointing = True
 activation_offloading = True
-state_resident_gb = 2.2            # lower this first if your desktop uses the card too
+state_resident_gb = 2.4            # lower this first if your desktop uses the card too
 
 val_fraction = 0.02
 eval_every = 500

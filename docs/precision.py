@@ -15,13 +15,13 @@ import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OURS = ["--dtype=bfloat16", "--compile=true", "--state_resident_gb=0", "--state_buffer_gb=0.05", "--activation_offloading=true"]
+FP32 = "fp32, torch AdamW"
 VARIANTS = {
-    "fp32, torch AdamW": ["--dtype=float32", "--optimizer=adamw"],
+    FP32: ["--dtype=float32", "--optimizer=adamw"],
     "bf16, rounded to nearest": [*OURS, "--rounding=nearest"],
     "bf16, rounded stochastically": OURS,
     "bf16, with 8-bit residual": [*OURS, "--master=residual"],
 }
-EXACT = "the same, its weights exported and evaluated in fp32"
 SETTINGS = [  # name, steps, flags
     ("lr 2e-5", 60, ["--batch_size=4", "--learning_rate=2e-5"]),
     ("lr 1e-5", 60, ["--batch_size=4", "--learning_rate=1e-5"]),
@@ -31,8 +31,8 @@ SEEDS = [int(s) for s in os.environ.get("SEEDS", "1,2,3").split(",")]
 JOBS = int(os.environ.get("JOBS", "1"))  # runs at a time: they are small for a large GPU
 
 
-def curve(steps, flags) -> list[tuple[int, float]]:
-    """(step, held-out loss) of one finetune; of one with a residual at last that of its fp32 export as well."""
+def finetune(steps, flags) -> dict:
+    """One run: its 'curve', [(step, held-out loss)] as trained, and 'end', the loss of its fp32 export in fp32 arithmetic."""
     def train(*more):
         done = subprocess.run([sys.executable, "train.py", "config/smollm2_135m.py", "--seq_len=512", "--val_fraction=0.15", *more],
                               cwd=ROOT, capture_output=True, text=True)
@@ -43,28 +43,20 @@ def curve(steps, flags) -> list[tuple[int, float]]:
     with tempfile.TemporaryDirectory() as out:
         # the validation rows are the same for all; the seed decides the order of rows and the rounding
         train(f"--max_steps={steps}", "--warmup_steps=5", "--lr_schedule=constant", f"--eval_every={steps // 6}", "--log_every=0",
-              f"--out_dir={out}/run", *flags, *(["--export_dtype=float32", f"--export={out}/export"] if "--master=residual" in flags else []))
+              f"--out_dir={out}/run", *flags, f"--export={out}/export", "--export_dtype=float32")
         with open(f"{out}/run/metrics.jsonl", encoding="utf-8") as f:
             rows = [json.loads(line) for line in f]
-        losses = [(r["step"], r["val_loss"]) for r in rows if "val_loss" in r]
-        if os.path.exists(f"{out}/export"):
-            said = train(f"--init_from={out}/export", "--eval_only", f"--out_dir={out}/eval", "--batch_size=4")
-            losses.append((steps, float(said.split("val loss ")[1].split()[0])))
-        return losses
+        said = train(f"--init_from={out}/export", "--eval_only", f"--out_dir={out}/eval", "--batch_size=4")
+        return {"curve": [(r["step"], r["val_loss"]) for r in rows if "val_loss" in r], "end": float(said.split("val loss ")[1].split()[0])}
 
 
 def table(results) -> list[str]:
     lines = ["| setting | weights and optimizer | held-out loss, first → last (mean of seeds) | share of fp32's gain |", "|---|---|---|---|"]
-    for name, *_ in SETTINGS:
-        gains = {}
-        for variant in [*VARIANTS, EXACT]:
-            runs = results.get(name, {}).get(variant)
-            if not runs:
-                continue
-            first, last = (statistics.mean(run[i][1] for run in runs) for i in (0, -1))
-            gains[variant] = first - last
-            share = gains[variant] / gains["fp32, torch AdamW"]
-            lines.append(f"| {name} | {variant} | {first:.4f} → {last:.4f} | {100 * share:.1f} % |")
+    for name, variants in results.items():
+        first = variants[FP32][0]["curve"][0][1]  # of the same weights for all
+        ends = {variant: statistics.mean(run["end"] for run in runs) for variant, runs in variants.items()}
+        lines += [f"| {name} | {variant} | {first:.4f} → {end:.4f} | {100 * (first - end) / (first - ends[FP32]):.1f} % |"
+                  for variant, end in ends.items()]
     return lines
 
 
@@ -74,9 +66,9 @@ def plot(results, path):
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, len(results), figsize=(5 * len(results), 4), sharey=True, squeeze=False)
     for axis, (name, variants) in zip(axes[0], results.items()):
-        for variant, runs in list(variants.items())[:-1]:
-            steps = [s for s, _ in runs[0]]
-            means = [statistics.mean(run[i][1] for run in runs) for i in range(len(steps))]
+        for variant, runs in variants.items():
+            steps = [s for s, _ in runs[0]["curve"]]
+            means = [statistics.mean(run["curve"][i][1] for run in runs) for i in range(len(steps))]
             axis.plot(steps, means, marker="o", label=variant)
         axis.set_title(name)
         axis.set_xlabel("step")
@@ -90,13 +82,9 @@ def plot(results, path):
 def main():
     out = os.environ.get("OUT", os.path.join(ROOT, "docs"))
     with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
-        runs = {(name, variant, seed): pool.submit(curve, steps, [*flags, *more, f"--seed={seed}"])
+        runs = {(name, variant, seed): pool.submit(finetune, steps, [*flags, *more, f"--seed={seed}"])
                 for seed in SEEDS for name, steps, flags in SETTINGS for variant, more in VARIANTS.items()}
         results = {name: {variant: [runs[name, variant, seed].result() for seed in SEEDS] for variant in VARIANTS} for name, *_ in SETTINGS}
-    for variants in results.values():
-        last = list(VARIANTS)[-1]
-        variants[EXACT] = [[*run[:-2], run[-1]] for run in variants[last]]
-        variants[last] = [run[:-1] for run in variants[last]]
     with open(os.path.join(out, "precision.json"), "w", encoding="utf-8") as f:
         json.dump(results, f)
     text = "\n".join(table(results))

@@ -470,6 +470,7 @@ def test_an_export_is_complete_and_says_what_it_holds(tmp_path, monkeypatch):
                 total, names = total + tensor.nbytes, names | {key}
     assert total == index["metadata"]["total_size"] and names == set(index["weight_map"])
     assert len(set(index["weight_map"].values())) > 2
+    assert {p.stat().st_mode for p in out.glob("*.safetensors")} == {(out / "config.json").stat().st_mode}  # others may read them, too
     # what llama.cpp's converter looks for: these names alone, as many rows as the vocabulary
     known = r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj|(input|post_attention)_layernorm))\.weight|lm_head\.weight"
     assert all(re.fullmatch(known, n) for n in names)
