@@ -132,6 +132,22 @@ def cast(value, hint, is_text: bool):
     return float(value)
 
 
+def command(main):
+    """Ends a script with main()'s exit code; quietly, as other tools end, when nobody reads its output any more (`| head`)."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence_stdout()
+        code = 128 + 13  # as if by SIGPIPE
+    sys.exit(code)
+
+
+def silence_stdout():
+    """What is written from now on, and what Python still holds, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def shown(value) -> str:
     """repr, where there is one: a file can make integers of 10,000 digits, very deep lists, and objects of its own."""
     try:

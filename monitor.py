@@ -2,6 +2,7 @@
 What a run shows and records: lines on the terminal, metrics.jsonl, TensorBoard and Weights & Biases if asked for.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import sys
 
 import torch
 
+import configurator
 from model import ModelConfig
 
 # bf16 tensor-core peaks with fp32 accumulation, dense, from the vendors' data sheets
@@ -58,13 +60,22 @@ class Console:
         self.shown = False
 
     def say(self, line: str = ""):
-        print("\r\033[K" * self.shown + line, flush=True)
+        self.write("\r\033[K" * self.shown + line + "\n")
         self.shown = False
 
     def live(self, line: str):
         if sys.stdout.isatty():
-            print("\r\033[K" + line[:shutil.get_terminal_size().columns - 1], end="", flush=True)
+            self.write("\r\033[K" + line[:shutil.get_terminal_size().columns - 1])
             self.shown = True
+
+    def write(self, text: str):
+        """Text as it is, at once. The run outlives its reader: Ctrl-C ends the `tee` behind it, too, and the run must still save."""
+        try:
+            print(text, end="", flush=True)
+        except BrokenPipeError:
+            configurator.silence_stdout()
+            with contextlib.suppress(OSError):  # stderr may be the same pipe
+                print("warning: nothing reads this output any more; the run goes on, metrics.jsonl has the rest", file=sys.stderr)
 
 
 class Spike:

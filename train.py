@@ -9,6 +9,7 @@ Finetune (or train from scratch) a Llama with all its parameters, on one GPU or 
 Exit codes: 0 done, 1 the run failed, 2 a mistake in settings or data, 130 interrupted with a checkpoint left.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -254,7 +255,8 @@ class Signals:
         if self.received:
             os._exit(128 + number)
         self.received = number
-        print(f"\n{signal.Signals(number).name}: stopping after this step (again: at once)", file=sys.stderr)
+        with contextlib.suppress(OSError):  # not print, which can't be entered twice
+            os.write(2, f"\n{signal.Signals(number).name}: stopping after this step (again: at once)\n".encode())
 
     def raise_if_received(self):
         if self.received:
@@ -281,18 +283,18 @@ def dry_run(cfg: Config, device: torch.device) -> int:
         config = checkpoint.read_config(cfg.init_from)
     else:
         config = PRESETS[cfg.model]
-        say(f"model    shape of --model={cfg.model}" + (f" ('{cfg.init_from}' is not there)" if cfg.init_from != "scratch" else ""))
+        print(f"model    shape of --model={cfg.model}" + (f" ('{cfg.init_from}' is not there)" if cfg.init_from != "scratch" else ""))
     gpu, host = (None, None) if cfg.gpu_gb and cfg.host_gb else memory_limits(cfg, device)
     gpu, host = (int(given * forecast.GiB) if given else here for given, here in ((cfg.gpu_gb, gpu), (cfg.host_gb, host)))
     if gpu is None:
-        say("device   CPU (ask about a GPU with --gpu_gb=24 --host_gb=64)")
+        print("device   CPU (ask about a GPU with --gpu_gb=24 --host_gb=64)")
     resident = forecast.resident_gb(cfg, config, gpu)
     shown = dataclasses.replace(cfg, state_resident_gb=resident)
     card = forecast.card_named(torch.cuda.get_device_name(device) if device.type == "cuda" else "RTX 4090") if gpu else None
     for line in forecast.table(shown, config, gpu, host, card):
-        say(line)
+        print(line)
     problem = forecast.verdict(shown, config, gpu, host)
-    say(f"verdict  does not fit: {problem}" if problem else "verdict  fits")
+    print(f"verdict  does not fit: {problem}" if problem else "verdict  fits")
     return 2 if problem else 0
 
 
@@ -541,7 +543,7 @@ def locked_run(cfg: Config, origin: dict[str, str], device: torch.device, signal
     if cfg.sample_tokens:
         say(f"\na sample: {cfg.sample_prompt}")
         for piece in sample.stream(model, tokenizer, sample.prompt_ids(cfg.sample_prompt, tokenizer, chat), cfg.sample_tokens, seed=cfg.seed):
-            print(piece, end="", flush=True)
+            console.write(piece)
         say(f"\n\nmore with: python sample.py {cfg.out_dir} --prompt='...'")
     return 0
 
@@ -588,4 +590,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    configurator.command(main)

@@ -198,3 +198,14 @@ def test_the_exit_code_reaches_the_shell(tmp_path):
     done = subprocess.run([sys.executable, os.path.join(ROOT, "train.py"), "--learning_rat=1"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "error: flag '--learning_rat=1': unknown setting 'learning_rat'; did you mean 'learning_rate'?\n"
+
+
+@pytest.mark.parametrize("argv", [["train.py", "--help"], ["train.py", "--dry_run"], ["data.py", "--help"], ["sample.py", "--help"],
+                                  ["checkpoint.py", "--help"], ["bench.py", "--help"]])
+def test_a_reader_that_leaves_early_ends_a_script_quietly(argv):
+    """As in `python train.py --dry_run | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 141 and done.stderr == ""

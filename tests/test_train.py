@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -362,6 +363,26 @@ def test_sigterm_in_a_process_of_its_own(tmp_path):
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 0 and "interrupted after step" in out, out
     assert (tmp_path / "out" / "latest").exists()
+
+
+@pytest.mark.parametrize("errors_too", [False, True])
+def test_a_run_outlives_the_reader_of_its_output(tmp_path, errors_too):
+    """As in `python train.py 2>&1 | tee log` and Ctrl-C, which ends tee first: the run must still save."""
+    code = f"import train, sys; sys.exit(train.main(['--out_dir={tmp_path}/out', '--cache_dir={tmp_path}/cache', '--max_steps=100000', '--log_every=1', " \
+           "'--batch_size=1', '--eval_every=0', '--val_fraction=0', '--device=cpu']))"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                               stderr=subprocess.STDOUT if errors_too else subprocess.PIPE)
+    for line in process.stdout:
+        if line.startswith("step      3/"):
+            process.stdout.close()
+            break
+    while len(losses(tmp_path / "out")) < 6 and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1] if not errors_too else process.wait(60)
+    assert process.returncode == 130 and (tmp_path / "out" / "latest").exists()
+    assert errors_too or errors.splitlines() == ["warning: nothing reads this output any more; the run goes on, metrics.jsonl has the rest", "",
+                                                 "SIGINT: stopping after this step (again: at once)"]
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
