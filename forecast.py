@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from model import ModelConfig
 from offload import FFN_TOKENS
+from optim import PARKING
 
 GiB = 2 ** 30
 CUDA_CONTEXT = int(1.2e9)  # on the GPU beside tensors: context, kernels, cuBLAS workspaces, the allocator's slack
@@ -110,7 +111,7 @@ def needs(cfg, config: ModelConfig, cuda: bool = True) -> dict[str, dict[str, in
     if again < config.n_layers and cfg.activation_offloading and cuda:
         in_head, in_block = (n + moving_bytes(cfg, config) for n in (in_head, in_block))
     if parked:
-        in_block += 4 * size * config.dim * config.ffn_dim                 # gradients on their way out
+        in_block += min(parked, PARKING)                                   # gradients on their way out
     every = params * size if cfg.optimizer == "adamw" else 0               # torch's AdamW needs all gradients at once
     kept = again * saved_bytes(cfg, config, True) + (config.n_layers - again) * saved_bytes(cfg, config, False)
     gpu = {"weights": params * size, "gradients and working memory, at the fullest": max(in_head, in_block + every)}

@@ -16,7 +16,10 @@ stochastic rounding for bf16 weights (arXiv:2010.06192).
 import collections
 import functools
 import hashlib
+import importlib
+import logging
 import math
+import sys
 
 import torch
 
@@ -28,6 +31,7 @@ except ImportError:  # Windows, CPU builds of torch: Adam8bit takes the slower p
 
 BLOCK = 256  # elements that share one scale
 MIN_8BIT = 8192  # smaller tensors keep fp32 states, as do all vectors (norms)
+PARKING = 2 ** 28  # bytes of gradients that may be on their way to the host at one time, with clipping
 
 
 def schedule(step: int, max_steps: int, warmup_steps: int, lr: float, min_lr: float, kind: str) -> float:
@@ -53,14 +57,29 @@ def schedule(step: int, max_steps: int, warmup_steps: int, lr: float, min_lr: fl
 # -----------------------------------------------------------------------------
 # the 8-bit update, in plain torch: the reference, and what runs on the CPU
 
+def bitsandbytes(module: str):
+    """
+    A module of bitsandbytes, imported when first needed (it takes seconds) and quietly: where the CPU has AVX512-BF16 it
+    would ask the network for a 4-bit product, by way of the package `kernels`, and then report that it has none.
+    """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    kernels = sys.modules.get("kernels")
+    sys.modules["kernels"] = None  # importing it fails
+    try:
+        return importlib.import_module(f"bitsandbytes.{module}")
+    finally:
+        del sys.modules["kernels"]
+        if kernels:
+            sys.modules["kernels"] = kernels
+
+
 @functools.cache
 def code_book(signed: bool, device: torch.device):
     """
     bitsandbytes' dynamic map, fp32 [256] ascending in [-1, 1] or [0, 1]; the 255 midpoints between its values, and
     infinity; and for the upper 16 bits of an fp32 number the code of the smallest number that has them, int32 [65536].
     """
-    from bitsandbytes.functional import create_dynamic_map  # slow to import
-    book = create_dynamic_map(signed)
+    book = bitsandbytes("functional").create_dynamic_map(signed)
     middle = torch.cat([(book[1:] + book[:-1]) / 2, torch.tensor([torch.inf])])
     upper = torch.arange(-2 ** 15, 2 ** 15, dtype=torch.int32).roll(2 ** 15)
     smallest = (upper * 2 ** 16 + (upper < 0) * 0xFFFF).int().view(torch.float32)
@@ -545,18 +564,17 @@ class Adam8bit(_InBackward):
         if p in self.small:
             self.waiting[p] = grad
             return
-        flat = grad.reshape(-1)
+        flat, sent = grad.reshape(-1), None
         for page, start, end, place in self.slices[p]:
-            sent = self.pages.send(page, flat[start:end], lambda page_bytes: self.views(page_bytes, page, place, end - start)["grad"])
+            sent = self.pages.send(page, flat[start:end], lambda page_bytes: self.views(page_bytes, page, place, end - start)["grad"]) or sent
+        if sent is not None:
             self.sending.append((flat, sent))
-        self.settle(4)
+        self.settle(PARKING)
 
     def settle(self, in_flight: int):
-        """Let go of parked gradients' device copies, all but the newest, once the compute stream is behind the copying."""
-        while len(self.sending) > in_flight:
-            _, sent = self.sending.popleft()
-            if sent is not None:
-                torch.cuda.current_stream().wait_event(sent)
+        """Let go of parked gradients' device copies, the oldest first, down to so many bytes; compute waits for their copying."""
+        while sum(flat.nbytes for flat, _ in self.sending) > in_flight:
+            torch.cuda.current_stream().wait_event(self.sending.popleft()[1])
 
     def finish(self, later=False):
         norm = super().finish()
@@ -710,8 +728,8 @@ class StockOptimizer(_InBackward):
         if kind == "adamw":
             matrix = vector = torch.optim.AdamW
         else:
-            from bitsandbytes.optim import AdamW32bit, PagedAdamW8bit
-            matrix, vector = functools.partial(PagedAdamW8bit, min_8bit_size=MIN_8BIT), AdamW32bit
+            theirs = bitsandbytes("optim")
+            matrix, vector = functools.partial(theirs.PagedAdamW8bit, min_8bit_size=MIN_8BIT), theirs.AdamW32bit
         self.optimizers = {p: (matrix if p.dim() >= 2 else vector)([p], lr=0.0, betas=(beta1, beta2), eps=eps,
                                                                    weight_decay=weight_decay if p.dim() >= 2 else 0.0)
                            for p in self.names}

@@ -14,7 +14,6 @@ globals().update({k: v for k, v in _run_path(__file__.replace("_long.py", ".py")
 out_dir = "out-llama3-8b-long"
 batch_size = 8
 gradient_accumulation_steps = 4
-loss_chunk = 2048                  # the head's fp32 gradient is read and written half as often as with 1024
 state_buffer_gb = 0.7
 state_resident_gb = 0.0
 learning_rate = 2e-5

@@ -538,6 +538,14 @@ def test_a_state_that_does_not_fit_is_refused():
         optimizer.load_state(saved.__getitem__, 1)
 
 
+def test_bitsandbytes_is_imported_quietly_and_asks_nothing_of_the_network(tmp_path):
+    (tmp_path / "kernels.py").write_text("raise RuntimeError('asked')")
+    code = "import torch, optim; optim.code_book(True, torch.device('cpu')); import kernels"  # only the last may get there
+    done = subprocess.run([sys.executable, "-c", code], cwd=os.path.dirname(HERE), env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                          capture_output=True, text=True)
+    assert done.stderr.startswith("Traceback") and done.stderr.endswith("RuntimeError: asked\n") and done.stdout == ""
+
+
 # -----------------------------------------------------------------------------
 # clipping
 
@@ -574,6 +582,30 @@ def test_with_clipping_a_bad_gradient_changes_nothing():
     for o, p in ((optimizer, params), (reference, untouched)):
         step(o, random_grads(p.values(), 2))
     assert equal({**params, **states(optimizer)}, {**untouched, **states(reference)})
+
+
+@pytest.mark.parametrize("limit, most", [(100_000, 0), (250_000, 204_800)])
+def test_parked_gradients_leave_the_device_in_bounded_numbers(monkeypatch, limit, most):
+    """On a GPU a gradient is held until its copy to the host is done: here with copies that only count themselves."""
+    waited, sent = [], []
+    monkeypatch.setattr(optim, "PARKING", limit)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"wait_event": waited.append}))
+    params = {f"w{i}": nn.Parameter(random(100, 256, seed=i)) for i in range(5)}  # 102,400 bytes each
+    optimizer = optim.Adam8bit(params.items(), grad_clip=1.0, page_elements=8192)
+
+    def send(page, source, into):
+        sent.append(len(sent) + 1)
+        return sent[-1] if page != 5 else None  # a page that stays on the device is written at once
+
+    monkeypatch.setattr(optimizer.pages, "send", send)
+    optimizer.begin(1e-3)
+    held = []
+    for p in reversed(params.values()):
+        torch.autograd.backward([p], [torch.ones_like(p)])
+        held.append(sum(flat.nbytes for flat, _ in optimizer.sending))
+    assert max(held) == most
+    optimizer.finish()
+    assert not optimizer.sending and len(waited) == 5 and waited == sorted(waited)
 
 
 @pytest.mark.parametrize("tied", [False, True])
