@@ -69,13 +69,16 @@ class Console:
             self.shown = True
 
     def write(self, text: str):
-        """Text as it is, at once. The run outlives its reader: Ctrl-C ends the `tee` behind it, too, and the run must still save."""
+        """
+        Text as it is, at once. The run outlives its reader: Ctrl-C ends the `tee` behind it, too, a terminal is closed, the
+        disk of a log is full, and the run must still save.
+        """
         try:
             print(text, end="", flush=True)
-        except BrokenPipeError:
+        except OSError as error:
             configurator.silence_stdout()
-            with contextlib.suppress(OSError):  # stderr may be the same pipe
-                print("warning: nothing reads this output any more; the run goes on, metrics.jsonl has the rest", file=sys.stderr)
+            with contextlib.suppress(OSError):  # stderr may be the same
+                print(f"warning: this output can't be written any more ({error.strerror}); metrics.jsonl has the rest", file=sys.stderr)
 
 
 class Spike:

@@ -244,16 +244,25 @@ def evaluate(model: Llama, shards, cfg: Config, device, stop=lambda: False) -> f
 # the run
 
 class Signals:
-    """The first SIGINT or SIGTERM asks the loop to stop after the current step; the second ends the process at once."""
+    """
+    SIGINT, SIGTERM or SIGHUP (the terminal was closed) asks the loop to stop after the current step; SIGINT or SIGTERM again
+    ends the process at once. (When a terminal is closed kernel, shell and system may each send a signal of their own.)
+    """
 
     def __init__(self):
-        self.received = None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self.received, self.seen = None, set()
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it; Windows has none
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             signal.signal(number, self.handle)
 
     def handle(self, number, frame):
-        if self.received:
+        if number in self.seen and number in (signal.SIGINT, signal.SIGTERM):
             os._exit(128 + number)
+        self.seen.add(number)
+        if self.received:
+            return
         self.received = number
         with contextlib.suppress(OSError):  # not print, which can't be entered twice
             os.write(2, f"\n{signal.Signals(number).name}: stopping after this step (again: at once)\n".encode())

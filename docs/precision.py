@@ -2,7 +2,9 @@
 What bf16 weights cost, and what stochastic rounding and the 8-bit residual give back: finetunes SmolLM2-135M-Instruct
 on Alpaca with four kinds of weights and optimizer, several seeds, and compares held-out loss.
 
-    python tests/smollm2.py && python docs/precision.py          writes docs/precision.json, .md and (with matplotlib) .png
+    python tests/smollm2.py && python docs/precision.py          writes docs/precision.jsonl, .md and (with matplotlib) .png
+
+Each run's result is written when it ends, and runs whose results are there are not repeated: delete the .jsonl to begin anew.
 """
 
 import concurrent.futures
@@ -81,12 +83,17 @@ def plot(results, path):
 
 def main():
     out = os.environ.get("OUT", os.path.join(ROOT, "docs"))
-    with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
-        runs = {(name, variant, seed): pool.submit(finetune, steps, [*flags, *more, f"--seed={seed}"])
-                for seed in SEEDS for name, steps, flags in SETTINGS for variant, more in VARIANTS.items()}
-        results = {name: {variant: [runs[name, variant, seed].result() for seed in SEEDS] for variant in VARIANTS} for name, *_ in SETTINGS}
-    with open(os.path.join(out, "precision.json"), "w", encoding="utf-8") as f:
-        json.dump(results, f)
+    runs, wanted = {}, {(name, variant, seed): (steps, [*flags, *more, f"--seed={seed}"])
+                        for seed in SEEDS for name, steps, flags in SETTINGS for variant, more in VARIANTS.items()}
+    with open(os.path.join(out, "precision.jsonl"), "a+", encoding="utf-8") as f, concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
+        f.seek(0)
+        runs |= {tuple(row.pop("run")): row for row in map(json.loads, f)}
+        print(f"{len(runs.keys() & wanted.keys())} of {len(wanted)} runs are there")
+        started = {pool.submit(finetune, *how): run for run, how in wanted.items() if run not in runs}
+        for done in concurrent.futures.as_completed(started):
+            runs[started[done]] = done.result()
+            print(json.dumps({"run": started[done], **done.result()}), file=f, flush=True)
+    results = {name: {variant: [runs[name, variant, seed] for seed in SEEDS] for variant in VARIANTS} for name, *_ in SETTINGS}
     text = "\n".join(table(results))
     with open(os.path.join(out, "precision.md"), "w", encoding="utf-8") as f:
         f.write(text + "\n")

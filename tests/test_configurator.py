@@ -176,12 +176,12 @@ MISTAKES = ["--learning_rat=1", "--batch_size=two", "--batch_size=1.5", "--compi
 def test_a_mistake_gives_exit_code_2_and_one_line(mistake, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_file").touch()
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         assert train.main([mistake]) == 2
     finally:
-        signal.signal(signal.SIGINT, before[0])
-        signal.signal(signal.SIGTERM, before[1])
+        for number, handler in before.items():
+            signal.signal(number, handler)
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
 

@@ -31,7 +31,7 @@ def run(tmp_path, capsys, monkeypatch):
     """run('--key=value', ...) -> (exit code, what it printed); small, and everything in tmp_path."""
     monkeypatch.setitem(llama.PRESETS, "debug", llama.ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=64))
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"{i} " * 40 + "and so on"}) + "\n" for i in range(60)))
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def go(*flags):
         base = [f"--data={tmp_path}/text.jsonl", f"--cache_dir={tmp_path}/cache", f"--out_dir={tmp_path}/out", "--max_steps=8", "--seq_len=64",
@@ -40,8 +40,8 @@ def run(tmp_path, capsys, monkeypatch):
         return code, "".join(capsys.readouterr())
 
     yield go
-    signal.signal(signal.SIGINT, before[0])
-    signal.signal(signal.SIGTERM, before[1])
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def metrics(folder):
@@ -352,36 +352,53 @@ def test_model_flops_and_peaks():
     assert monitor.peak_flops("NVIDIA GeForce RTX 4090") == 165.2e12 and monitor.peak_flops("some new card") is None
 
 
-def test_sigterm_in_a_process_of_its_own(tmp_path):
-    code = f"import train, sys; sys.exit(train.main(['--out_dir={tmp_path}/out', '--cache_dir={tmp_path}/cache', '--max_steps=100000', '--log_every=1', " \
-           "'--batch_size=1', '--eval_every=0', '--val_fraction=0', '--device=cpu']))"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    for line in process.stdout:
-        if line.startswith("step      3/"):
-            process.send_signal(signal.SIGTERM)
-            break
+def test_a_run_outlives_a_full_disk_under_its_log(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "train.py", f"--out_dir={tmp_path}/out", f"--cache_dir={tmp_path}/cache", "--max_steps=2",
+                               "--batch_size=1", "--eval_every=0", "--val_fraction=0", "--device=cpu"],
+                              cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and (tmp_path / "out" / "latest").exists()
+    assert done.stderr == "warning: this output can't be written any more (No space left on device); metrics.jsonl has the rest\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_process_after_a_checkpoint(tmp_path, number):
+    process = endless(tmp_path, stderr=subprocess.STDOUT)
+    process.send_signal(number)
+    process.send_signal(signal.SIGHUP)  # a shell may send its own
     out = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and "interrupted after step" in out, out
+    assert process.returncode == 0 and out.count(": stopping after this step") == 1 and "interrupted after step" in out, out
     assert (tmp_path / "out" / "latest").exists()
+
+
+def test_under_nohup_the_terminal_may_be_closed(tmp_path):
+    process = endless(tmp_path, stderr=subprocess.STDOUT, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.send_signal(signal.SIGHUP)
+    assert any(line.startswith("step      9/") for line in process.stdout)
+    process.send_signal(signal.SIGTERM)
+    assert "SIGTERM: stopping" in process.communicate(timeout=60)[0]
+
+
+def endless(tmp_path, **how):
+    """A run in a process of its own that does not end by itself, once it has done 3 steps."""
+    flags = [f"--out_dir={tmp_path}/out", f"--cache_dir={tmp_path}/cache", "--max_steps=100000", "--log_every=1", "--batch_size=1",
+             "--eval_every=0", "--val_fraction=0", "--device=cpu"]
+    process = subprocess.Popen([sys.executable, "train.py", *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True, **how)
+    assert any(line.startswith("step      3/") for line in process.stdout)
+    return process
 
 
 @pytest.mark.parametrize("errors_too", [False, True])
 def test_a_run_outlives_the_reader_of_its_output(tmp_path, errors_too):
     """As in `python train.py 2>&1 | tee log` and Ctrl-C, which ends tee first: the run must still save."""
-    code = f"import train, sys; sys.exit(train.main(['--out_dir={tmp_path}/out', '--cache_dir={tmp_path}/cache', '--max_steps=100000', '--log_every=1', " \
-           "'--batch_size=1', '--eval_every=0', '--val_fraction=0', '--device=cpu']))"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                               stderr=subprocess.STDOUT if errors_too else subprocess.PIPE)
-    for line in process.stdout:
-        if line.startswith("step      3/"):
-            process.stdout.close()
-            break
-    while len(losses(tmp_path / "out")) < 6 and process.poll() is None:
+    process = endless(tmp_path, stderr=subprocess.STDOUT if errors_too else subprocess.PIPE)
+    process.stdout.close()
+    while len(losses(tmp_path / "out")) < 9 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1] if not errors_too else process.wait(60)
     assert process.returncode == 130 and (tmp_path / "out" / "latest").exists()
-    assert errors_too or errors.splitlines() == ["warning: nothing reads this output any more; the run goes on, metrics.jsonl has the rest", "",
+    assert errors_too or errors.splitlines() == ["warning: this output can't be written any more (Broken pipe); metrics.jsonl has the rest", "",
                                                  "SIGINT: stopping after this step (again: at once)"]
 
 
